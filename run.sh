@@ -10,6 +10,9 @@
 # NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
 set -euo pipefail
+# If the screen is closed, as by 2>&-, other files would be in its place, and bash's own, this one, is
+[[ -e /dev/fd/1 && ! /dev/fd/1 -ef $0 ]] || exec >/dev/null
+[[ -e /dev/fd/2 && ! /dev/fd/2 -ef $0 ]] || exec 2>/dev/null
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 export RUN_COMMAND=$(printf '%q\n' "${0/#run.sh/./run.sh}" "$@" | paste -sd ' ' -)   # for compare.py, too
@@ -40,6 +43,7 @@ if [[ $against ]]; then
     ! compgen -G "records/*/$(date +%F)_$name" || die "that is there; give another --name, and new seeds"
 fi
 runs=$(whole --runs "$runs" 1 1000000)
+[[ $runs == 1 || " ${args[*]}" != *' --'@(save|resume)=* ]] || die "--save and --resume need --runs 1"
 seed=$(whole --seed "$seed" 0 $(( 9223372036854775807 - runs )))
 processes=$(whole NPROC_PER_NODE "${NPROC_PER_NODE:-$(( gpus ? gpus : 2 ))}" 1 10000)
 nodes=$(whole NNODES "${NNODES:-1}" 1 10000)
@@ -114,7 +118,7 @@ stop() {   # STATUS: ends what still runs, and says how to continue
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 if [[ -t 1 && -t 2 ]]; then erase=$'\r\e[K'; fi   # the progress bar
-exec 3> >(trap '' HUP INT QUIT TERM; tee "$folder/output" | sed -u "s/^/${erase-}/")
+exec 3> >(trap '' HUP INT QUIT TERM; tee "$folder/output" | { sed -u "s/^/${erase-}/" || cat >/dev/null; })
 screen=$!
 mkfifo "$folder/alive"
 exec 4<>"$folder/alive"   # only this shell can write to it

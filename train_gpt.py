@@ -411,12 +411,14 @@ class Config:
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
     averages: tuple[WeightAverage, ...] = AVERAGES  # done after the last step, in this order
-    # optimizers
+    # The optimizer.
     params: tuple[Param, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
+    # Of all parameters but banks, by Adam:
     adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
+    # Of banks, by ANVIL, down to fast_weight:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -433,7 +435,7 @@ class Config:
     two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
-    # the run
+    # How the run computes. None of it changes what is trained, but for rounding.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
@@ -450,6 +452,8 @@ class Config:
     # loses.
     bf16_mlp: bool = True
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
+    # On a GPU a micro-batch's forward and backward become one launch. No GPU has run this yet.
+    cuda_graphs: bool = False
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
 
     @property
@@ -722,7 +726,8 @@ def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two before and after each change of the
     stage, of the number of sampled columns, or of whether prefixes count or updates are late.
 
-    From the last stage's start on four: the first two untie embed, the others update it on its own.
+    From the last stage's start on four: the first two untie embed, the others update it on its own. All begin
+    at even steps, so that what the first ones overwrite or add to is what they do in a run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -732,7 +737,7 @@ def warmup_steps(cfg: Config) -> list[range]:
     ranges = []
     for step in sorted(first_steps.values()):
         count = 4 if step == cfg.stage_starts[-1] else 2
-        ranges.append(range(max(0, step - 2), min(step + count, cfg.steps)))
+        ranges.append(range(max(0, step - 2 - step % 2), min(step + count, cfg.steps)))
     return ranges
 
 
@@ -810,6 +815,39 @@ def compiler_of(cfg: Config) -> Callable | None:
         return torch.compile(function, fullgraph=True, options=options)
 
     return compiler
+
+
+class CUDAGraphs:
+    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
+
+    Calls are the same if their arguments are: tensors count by address and shape, all else by value. The
+    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
+    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
+    argument. Results lie where the captured call's did, until the next replay.
+    """
+
+    def __init__(self, enabled: bool):
+        self.pool = torch.cuda.graph_pool_handle() if enabled else None
+        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
+
+    def run(self, state: tuple, function: Callable, *args):
+        """Returns function(*args). state: what it reads on the host besides its arguments."""
+        if self.pool is None or TRACING:  # a trace has the launches one by one
+            return function(*args)
+        known_by = [(x.data_ptr(), x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(args)]
+        key = state, function, *known_by
+        if key not in self.captured:
+            self.captured[key] = None
+            return function(*args)
+        if self.captured[key] is None:
+            graph = torch.cuda.CUDAGraph()
+            # In the meantime the thread that builds batches may page-lock memory.
+            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                results = function(*args)
+            self.captured[key] = graph, results
+        graph, results = self.captured[key]
+        graph.replay()
+        return results
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -922,68 +960,87 @@ def train_step(
 
     `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
-    plan, cfg, params = batch.plan, model.cfg, optimizer.params
+    plan, params = batch.plan, optimizer.params
     count = len(batch.micro_batches)
     model.use_stage(plan.stage)
     optimizer.begin(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
-
-    fp8_mlp = fp8_head = None
-    if model.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in model.banks:
-        fp8_mlp = model.convert_mlps_to_fp8(plan.fp8_exact)
-    if model.backend.fp8 and not plan.sampled_columns:
-        fp8_head = model.convert_head_to_fp8()
+    mlps_fp8 = None
+    if model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks:
+        mlps_fp8 = model.convert_mlps_to_fp8(plan.fp8_exact)
 
     losses = []
     for micro_batch in batch.micro_batches:
         segments = move(micro_batch.segments, model.device)
-        micro_batch = move(micro_batch._replace(segments={}), model.device, model.input_buffer)
-
-        # Forward.
-        looked_up = model.look_up(micro_batch, training=True)
-        x = model.forward(looked_up, micro_batch, plan.windows, params, fp8_mlp)  # (T, d)
-        prefixes = model.prefixes if plan.prefix else None
-        targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
-        pointer_probs = None
-        if cfg.pointer_dim:
-            pointer_inputs = model.pointer_inputs(x)
-            probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
-            # The head writes the gradient of probs.
-            pointer_probs = PointerProbs(probs, model.gate_column, grad=torch.empty_like(probs))
-
-        # The head, forward and backward.
-        loss, dx = model.head_loss_and_grad(
-            x,
-            targets,
-            micro_batch.loss_weights,
-            params["lm_head"],
-            loss_share=1 / count,
-            fp8_head=fp8_head,
-            sampled_columns=micro_batch.sampled_columns,
-            pointer_probs=pointer_probs,
-        )
-        # The rest of the backward.
-        roots = [x]
-        root_grads = [dx]
-        if pointer_probs is not None:
-            pointer_grads = model.backend.pointer_grad(
-                pointer_inputs, micro_batch, cfg.pointer_window, probs, lse, pointer_probs.grad
-            )
-            roots.extend(pointer_inputs)
-            root_grads.extend(pointer_grads)
-        with traced("backward"):
-            torch.autograd.backward(roots, root_grads)
+        micro_batch = move(micro_batch._replace(segments={}), model.device, model.fixed_buffer)
+        args = model, params, micro_batch, plan.windows, plan.prefix > 0, 1 / count, mlps_fp8
+        loss, row_grads = model.graphs.run(optimizer.written(), forward_backward, *args)
         for param in params.values():
             param.end_backward()
-        optimizer.add_rows(looked_up, segments, model.signs)
+        optimizer.add_rows(row_grads, segments, model.signs)
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
-    if fp8_mlp:
+    if mlps_fp8:
         amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
     optimizer.step(plan, following)
-    if fp8_mlp:
+    if mlps_fp8:
         model.set_fp8_scales(amax.wait())
     return sum(losses[1:], losses[0])
+
+
+def forward_backward(
+    model: GPT,
+    params: dict[str, typing.Any],
+    micro_batch: MicroBatch,
+    windows: dict[str, int],
+    with_prefix: bool,
+    loss_share: float,
+    mlps_fp8: FP8MLP | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Runs a micro-batch's forward and backward, which gives gradients to `params`.
+
+    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: the factor 1 /
+    micro-batches that all of them contain. Returns the weighted sum of losses, 0-d, and by table the
+    gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument, or
+    CUDAGraphs would replay what it was.
+    """
+    cfg = model.cfg
+    # Forward.
+    looked_up = model.look_up(micro_batch, training=True)
+    x = model.forward(looked_up, micro_batch, windows, params, mlps_fp8)  # (T, d)
+    prefixes = model.prefixes if with_prefix else None
+    targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
+    pointer_probs = None
+    if cfg.pointer_dim:
+        pointer_inputs = model.pointer_inputs(x)
+        probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
+        # The head writes the gradient of probs.
+        pointer_probs = PointerProbs(probs, model.gate_column, grad=torch.empty_like(probs))
+
+    # The head, forward and backward.
+    loss, dx = model.head_loss_and_grad(
+        x,
+        targets,
+        micro_batch.loss_weights,
+        params["lm_head"],
+        loss_share=loss_share,
+        sampled_columns=micro_batch.sampled_columns,
+        pointer_probs=pointer_probs,
+    )
+    # The rest of the backward.
+    roots = [x]
+    root_grads = [dx]
+    if pointer_probs is not None:
+        pointer_grads = model.backend.pointer_grad(
+            pointer_inputs, micro_batch, cfg.pointer_window, probs, lse, pointer_probs.grad
+        )
+        roots.extend(pointer_inputs)
+        root_grads.extend(pointer_grads)
+    with traced("backward"):
+        torch.autograd.backward(roots, root_grads)
+    # Of n-grams there is none if no layer adds them.
+    row_grads = {name: rows.grad for name, rows in looked_up.items() if rows.grad is not None}
+    return loss, row_grads
 
 
 # A screen is drawn often; a file would keep every line.
@@ -1323,9 +1380,10 @@ class GPT(nn.Module):
         self.device = torch.device(device)
         # An NgramTable, or what has its fetch(): where rows of n-grams come from. Its owner sets it.
         self.ngrams: typing.Any = None
-        # For move(): each micro-batch in training overwrites the one before it of its size. So those of equal
-        # shapes have equal addresses, which CUDA graphs need.
-        self.input_buffer = cache(torch.empty)
+        # torch.empty, but of each size there is one tensor: each micro-batch in training overwrites the one
+        # before it. So those of equal shapes have equal addresses, which CUDA graphs need.
+        self.fixed_buffer = cache(torch.empty)
+        self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.gate_table = gate_table(cfg)
         self.mlp_biases = mlp_biases(cfg)
         self.mix_streams = mix_streams(cfg)
@@ -1734,7 +1792,6 @@ class GPT(nn.Module):
         weights: Tensor,
         head: Head,
         loss_share: float,
-        fp8_head: tuple[Tensor, Tensor] | None = None,
         sampled_columns: Tensor | None = None,
         pointer_probs: PointerProbs | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -1744,8 +1801,7 @@ class GPT(nn.Module):
 
         x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
         time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share` is the factor of
-        the loss that `weights` contain already: FP8 gradients are scaled with it. fp8_head: what
-        convert_head_to_fp8() has returned.
+        the loss that `weights` contain already: FP8 gradients are scaled with it.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
@@ -1771,7 +1827,7 @@ class GPT(nn.Module):
             w_scale = device_scalar(FP8_W, x.device)
             dlogits_scale = device_scalar(fp8_scale, x.device)
             x8, x8_T = to_fp8_and_transposed(x, FP8_X)
-            w8, w8_T = fp8_head or to_fp8_and_transposed(w, FP8_W)
+            w8, w8_T = to_fp8_and_transposed(w, FP8_W)
         dx = torch.empty_like(x)
         losses = []
         for i in range(0, len(x), chunk):
@@ -1829,7 +1885,10 @@ class GPT(nn.Module):
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
         """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
-        are computed again. The columns of padding have the rest, but never the gate's.
+        are computed again.
+
+        They sum to less than 1: the head's columns of padding are no tokens, and keep their probability. It
+        counts in the loss, too. The column of the pointer's gate has none.
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
@@ -1855,7 +1914,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def convert_mlps_to_fp8(self, exact: bool) -> FP8MLP:
-        """Converts the MLPs' weights to FP8, for all forwards of a step. Returns them stacked.
+        """Converts the MLPs' weights to FP8, for all forwards of a step. Returns them stacked, in the same
+        memory at every step.
 
         exact: their scales fit these weights, not those of the step before and a margin.
 
@@ -1865,8 +1925,12 @@ class GPT(nn.Module):
         if exact:
             self.weight_amax.zero_()
         bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
-        weights, transposed = fp8_mlp_weights(bank, self.fp8_scales, self.weight_amax)
-        return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
+        out = []
+        for matrices in (bank, bank.mT):
+            shape = matrices.unflatten(0, (-1, 2)).shape
+            out.append(self.fixed_buffer(shape, dtype=torch.float8_e4m3fn, device=self.device))
+        fp8_mlp_weights(out, bank, self.fp8_scales, self.weight_amax)
+        return FP8MLP(out[0], out[1], self.fp8_scales, self.fp8_amax.zero_())
 
     def set_fp8_scales(self, amax: Tensor) -> None:
         """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2)."""
@@ -1874,12 +1938,6 @@ class GPT(nn.Module):
         # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.fp8_margins, scales))
-
-    @traced("head")
-    @torch.no_grad()
-    def convert_head_to_fp8(self) -> tuple[Tensor, Tensor]:
-        """Converts lm_head to FP8 for a step that computes all its columns: (d, V), and transposed."""
-        return to_fp8_and_transposed(self.lm_head, FP8_W)
 
     # -------------------------------------------------------------------------------------- rotary embedding
 
@@ -2361,13 +2419,13 @@ def to_fp8_and_transposed(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 @compiled
-def fp8_mlp_weights(bank: Tensor, scales: Tensor, previous_amax: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_mlp_weights(out: list[Tensor], bank: Tensor, scales: Tensor, previous_amax: Tensor) -> None:
     """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
 
-    Returns FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F), and writes their scales to `scales`
-    (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2), with
-    room for growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to the
-    bank's dtype (compiled code may skip that rounding).
+    Writes FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
+    `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2),
+    with room for growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to
+    the bank's dtype (compiled code may skip that rounding).
     """
     weights = bank.unflatten(0, (-1, 2))
     amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
@@ -2376,7 +2434,7 @@ def fp8_mlp_weights(bank: Tensor, scales: Tensor, previous_amax: Tensor) -> tupl
     scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
     scales[:, 1] = scale  # of fc and proj
     previous_amax.copy_(amax)
-    return cast_and_transpose(weights, scale, torch.float8_e4m3fn)
+    torch._foreach_copy_(out, cast_and_transpose(weights, scale, torch.float8_e4m3fn))
 
 
 @cache
@@ -3259,6 +3317,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
         "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
         "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
     )
+    require(on_gpu or not cfg.cuda_graphs, "CUDA graphs need a GPU; use --set cuda_graphs=false")
     require(
         cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
         "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
@@ -3881,11 +3940,14 @@ class Optimizer:
 
     @traced("rows")
     @torch.no_grad()
-    def add_rows(self, looked_up: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
+    def add_rows(self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
-        for name, rows in looked_up.items():
-            if rows.grad is not None:  # of n-grams it is None if no layer adds them
-                self.updated[name].add_rows(rows.grad, segments, signs)
+        for name, grads in row_grads.items():
+            self.updated[name].add_rows(grads, segments, signs)
+
+    def written(self) -> tuple[bool, ...]:
+        """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there."""
+        return tuple(bool(p.written) for p in self.params.values() if isinstance(p, DenseParam))
 
     @torch.no_grad()
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
@@ -4041,6 +4103,9 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg:
 
 def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
     """Yields successive parts of tensors of equal length, by their names; `size` rows each."""
+    if size >= len(tensors["p"]):  # as on a GPU: 54 splits a step would take 0.2 ms of its host
+        yield tensors
+        return
     parts = [t.split(size) for t in tensors.values()]
     for block in zip(*parts):
         yield dict(zip(tensors, block))
@@ -5074,6 +5139,7 @@ class Field(NamedTuple):
         return is_number and self.low <= value <= self.high  # NaN is never between
 
 
+@cache
 def field_of(hint) -> Field:
     """Returns the Field of an annotation."""
     args = typing.get_args(hint)
@@ -5088,6 +5154,7 @@ def field_of(hint) -> Field:
     return Field(hint, choices=(True, False) if hint is bool else ())
 
 
+@cache  # get_type_hints evaluates every annotation anew
 def hints_of(table) -> dict[str, typing.Any]:
     """Returns the annotations of a dataclass's fields, in order."""
     return typing.get_type_hints(table, globals(), include_extras=True)
@@ -5114,7 +5181,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
     "stages.0.steps".
     """
     settings = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             settings[path + name] = value, field_of(hint)
@@ -5127,7 +5194,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
 def assign(group, values: dict[str, typing.Any], path: str = ""):
     """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
     fields = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             fields[name] = values.get(path + name, value)
@@ -5269,7 +5336,13 @@ def check_stages(cfg: Config) -> None:
 
 
 def check_updates(cfg: Config) -> None:
-    """Checks how often parameters are updated, and which have averages."""
+    """Checks how gradients are summed, how often parameters are updated, and which have averages."""
+    has_fixed_grads = cfg.main_grad or not cfg.cuda_graphs
+    require(
+        has_fixed_grads,
+        "autograd's gradients are new tensors, which CUDA graphs cannot have: with "
+        "main_grad=false use cuda_graphs=false",
+    )
     intervals = {spec.name: spec.update_every for spec in cfg.params}
     tied = {intervals[name] for name in ("lm_head", "embed") if name in intervals}
     require(
@@ -5288,6 +5361,11 @@ def check_updates(cfg: Config) -> None:
         require(spec.optimizer in OPTIMIZERS, f"params.{spec.name}.optimizer: give one of {rules}")
         can_update = spec.optimizer == "adam" or spec.kind == "bank"
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
+        idle = "matrix_lr_mul" if spec.optimizer == "adam" else "betas"
+        require(
+            getattr(spec, idle) == getattr(Param, idle),
+            f"params.{spec.name}.{idle}: {spec.optimizer} does not use it; leave it as Param has it",
+        )
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
         require(average.offset < average.every, f"averages.{i}.offset: give a number below {average.every}")
@@ -5396,10 +5474,11 @@ def output_file(name: str) -> Path:
     Raises UserError if something else is there, such as a device, a folder, or a file of text.
     """
     target = Path(name).resolve()
+    is_ours = not target.exists()
     if target.is_file():
-        is_ours = zipfile.is_zipfile(target) or ".ngrams" in target.name or not target.stat().st_size
-    else:
-        is_ours = not target.exists()
+        with open(target, "rb") as file:
+            begin = file.read(999)  # other programs save zip files, too
+        is_ours = not begin or b'{"preset": ' in begin or ".ngrams" in target.suffix
     require(
         is_ours and os.access(target.parent, os.W_OK),
         f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
@@ -5675,6 +5754,13 @@ def track_of(cfg: Config, world_size: int) -> str:
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
+def track_of_run(args: argparse.Namespace, cfg: Config, world_size: int) -> str:
+    """Returns the track of a run: `other` also for one that writes checkpoints or traces, or was resumed."""
+    if args.checkpoint_every or args.resume or args.profile:
+        return "other"
+    return track_of(cfg, world_size)
+
+
 def require_same_start(args: argparse.Namespace, task: dict, exchange: Exchange) -> None:
     """Raises UserError on ranks whose options, data, script or torch are not those of rank 0.
 
@@ -5698,11 +5784,15 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     if resumed:
         suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
         path = find_checkpoint(args.resume).parent.with_suffix("")
+        require(
+            not args.name or str(path.parent).endswith(f"_{args.name}"),
+            f"--name {args.name}: {args.resume} is of a run of another name; leave --name out",
+        )
     return path, path.with_suffix(suffix)
 
 
 def open_log(
-    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: dict
+    args: argparse.Namespace, cfg: Config, track: str, data: Dataset, exchange: Exchange, resumed: dict
 ) -> tuple[RunLog, Path, dict]:
     """Begins the run's log with the script and the config. Returns it; the path of the run's files, without a
     suffix; and the task, which must be the same to resume the run.
@@ -5718,9 +5808,6 @@ def open_log(
         require(
             not different, f"{args.resume} is of a run with another {different}; start it as that one was"
         )
-    track = track_of(cfg, exchange.world_size)
-    if args.checkpoint_every or args.resume or args.profile:
-        track = "other"
     # This is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, exchange, resumed)
 
@@ -5930,7 +6017,7 @@ def peak_memory() -> str:
     return f"peak memory allocated: {peak >> 20} MiB"
 
 
-def log_closing(closing: dict, seed: int, data: Dataset, target: float, log: RunLog) -> None:
+def log_closing(closing: dict, seed: int, data: Dataset, log: RunLog) -> None:
     """Logs the closing lines, of which the last says that the run is complete."""
     loss = float(closing["val_loss"])
     closing = closing | {"seed": seed}
@@ -5940,6 +6027,9 @@ def log_closing(closing: dict, seed: int, data: Dataset, target: float, log: Run
     for key, value in closing.items():
         log.print0(f"{key}: {value}")
     log.print0("complete: yes", console=False)
+
+
+def print_verdict(loss: float, target: float, log: RunLog) -> None:
     side = "below" if loss < target else "not below"
     log.print0(f"target {target}: {side}; one run proves nothing", file=False)
 
@@ -5982,7 +6072,8 @@ def run(args: argparse.Namespace) -> None:
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
-    log, path, task = open_log(args, cfg, data, exchange, resumed)
+    track = track_of_run(args, cfg, world_size)
+    log, path, task = open_log(args, cfg, track, data, exchange, resumed)
     model, optimizer = build(cfg, backend, exchange, args.seed)
     training = Training(data, model, optimizer, ValLoader(cfg, data.val), ids_exchange)
     start = prepare(training, resumed, log)
@@ -5995,7 +6086,9 @@ def run(args: argparse.Namespace) -> None:
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
         closing = train(training, log, start, checkpoints, profiler)
-    log_closing(closing, args.seed, data, cfg.target, log)
+    log_closing(closing, args.seed, data, log)
+    if track != "other":  # the target is one of the track's text and validation
+        print_verdict(float(closing["val_loss"]), cfg.target, log)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)

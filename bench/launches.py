@@ -17,7 +17,8 @@ one that updates the banks alone, and one with all updates. Collectives return a
     collectives  that the step starts; their own kernels are not among the launches. What the prefetch thread
                  exchanges is not counted: those are numbers in host memory
 
-The phase "n-grams" fetches their rows, sends their gradients and updates them.
+The phase "n-grams" fetches their rows, sends their gradients and updates them. With `cuda_graphs` the phases
+forward, head and backward are one launch for each micro-batch; "outside" has what stays.
 
 The last line has the most bytes that the rank's tensors take at once, in its steps and the validation of a
 slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Temporaries inside compiled
@@ -47,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import gpu_code
 import train_gpt as tg
 from step_time import SingleRankExchange, synthetic_shard
@@ -293,7 +294,6 @@ class GeneratedCounts(Counts):
 
 
 PHASE_OF = [
-    (tg.GPT, "convert_head_to_fp8", "head"),
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
     (tg.GPT, "look_up", "forward"),
@@ -399,6 +399,8 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Count
             step[phase, "launches"] = sum(step[phase, column] for column in COLUMNS[1:4])
         for column in COLUMNS:
             step["all", column] = sum(step[phase, column] for phase in PHASES)
+            in_graphs = sum(step[phase, column] for phase in ("forward", "head", "backward"))
+            step["outside", column] = step["all", column] - in_graphs
     return steps, memory.peak
 
 
@@ -433,7 +435,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"launches.py: error: {error}")
     for name, step in zip(("banks only", "all updates"), steps):
         print_line(name, COLUMNS)
-        for phase in PHASES + ("all",):
+        for phase in PHASES + ("all", "outside"):
             print_line(phase, [step[phase, column] for column in COLUMNS])
         print()
     print(f"memory of tensors: at most {peak / 2**30:.1f} GiB")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Estimates a training step's time on 8 H100s, phase by phase of a run, without a GPU.
 
-    python bench/projection.py [--what-if "NAME=VALUE ..."] ...
+    python bench/projection.py [--what-if "NAME=VALUE ..."] ... [--measured ROWS.jsonl ...]
     python bench/projection.py --what-if "layers.*.xsa=false" --what-if "mlp_dim=2560 fp8_mlp=false"
 
 All times are estimates, but for those called published. Each --what-if changes the record preset. A default
@@ -30,6 +30,12 @@ and fixed are fitted to the published ms of the stages of records 80 and 92. Bot
 record 92 had CUDA graphs, and record 80 is taken to be bound by the device without. Not counted: gaps between
 launches, the prefetch thread's share of the host.
 
+The second projection rests on rows of bench/gpu/check.py, by default one H100's. Copies, kernels and
+attention have the rates that it measured for as much work; products too, if the rows have them. The rest
+keeps its assumptions, and slowdown and fixed, which are fitted to the device's ms of one rank of 8, alone.
+Collectives and the host's share are added: the host as it was on that machine, and with CUDA graphs. No rank
+waits for another in it. Its last table has estimates of further work, each alone and after those above it.
+
 Phases are in ms of a step. tokens: of each GPU's micro-batch; columns: of the head; matmuls, attention,
 other: the sum over launches; exchange: what is not hidden of collectives; seconds: of all the phase's steps;
 total: with the published 0.21 s of averages and the fetch of validation's rows.
@@ -41,13 +47,11 @@ as settings go, and a head that reads no saved streams but "back". Not expressed
 FP8 products, one graph for the whole model, dense gradients of tables, NorMuon's five iterations and one rail
 instead of ANVIL's six and two.
 
-The host's figures were measured on one CPU, not on such a machine. Removing its CUDA graphs cost record 92
-3.83 s. The last two changes are for a host as slow as that suggests. PR 379 is record 92 with the copy
+The first projection's host is one CPU, which was not such a machine's. PR 379 is record 92 with the copy
 pointer and the record preset's schedule: it tests how the model's phases add up.
 """
 
 import argparse
-import bisect
 import contextlib
 import itertools
 import sys
@@ -55,6 +59,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,8 +72,11 @@ import step_time
 import train_gpt as tg
 from golden_inputs import RECORD92
 from launches import on_meta, patched
+from measured import SAVINGS, Measurements
 
 RECORD = tg.PRESETS["record"]
+
+ROWS = launches.ROOT / "bench/gpu/h100/6_times.jsonl"  # this check had its GPU for itself
 
 RANKS = 8
 PARTS = "matmuls", "attention", "other", "exchange", "fixed"  # of the device's ms
@@ -109,6 +117,8 @@ class Model(NamedTuple):
     call_us: float = 200.0
     launch_us: float = 6.2  # 4 to 5 ms for 700 to 760 launches
     host: float = 1.0  # how many times as slow as that; 0: CUDA graphs leave nothing to wait for
+    measured: Measurements | None = None  # to which slowdown does not apply
+    savings: tuple[Callable[["Op", float], float], ...] = ()  # what further work makes of an operation's ms
 
 
 class Op(NamedTuple):
@@ -259,7 +269,7 @@ class Traffic(launches.Counts):
         if name == "segment_sum_rows":
             arguments, _ = tensors
             table, grad, segments = arguments[:3]
-            nbytes = grad.nbytes + len(segments.ids) * table[:1].nbytes
+            nbytes = len(segments.perm) * grad[:1].nbytes + 2 * len(segments.ids) * table[:1].nbytes
         elif name.startswith("relu_square"):  # the result is larger than the factors
             largest = max(t.numel() for t in found)
             kind = KINDS[found[0].itemsize]
@@ -317,7 +327,6 @@ TECHNIQUES = {
     "unpadded narrow attention": unpadded,
     "value_embeds by pulled rows": pulled_rows,
 }
-PUBLISHED_GRAPHS = 2.99 + 0.84  # s
 PUBLISHED_ENDINGS = 0.21  # s
 PUBLISHED_80 = 31.1, 56.3, 82.0, 82.4  # ms by stage
 PUBLISHED_PHASES_92 = 17.0, 30.3, 45.0, 47.9, 46.7, 22.6  # ms by phase
@@ -425,34 +434,48 @@ def op_ms(op: Op, model: Model) -> float:
     return max(op.flops / rate(op.kind or "bf16"), op.nbytes / rate("memory"), model.kernel_us / 1e3)
 
 
+def measured_ms(op: Op, rows: Measurements) -> float:
+    """Returns the ms of a launch by the measured rate of as much work; 0 if there is none."""
+    work = op.flops or op.nbytes
+    if op.kind != "varlen":
+        return rows.ms(op.name, work) or rows.ms(op.kind, work)
+    # Measured was a layer's forward with its backward, which has 5 of the 7 products, and counts as 4 of 6.
+    share = 5 / 7 if op.name.endswith("backward") else 2 / 7
+    return share * rows.ms(op.kind, unpadded(op).flops / share * 6 / 7)
+
+
 def step_ms(ops: list[Op], model: Model) -> dict[str, float]:
     """Estimates a step's ms, of the device by part and of the host: the mean of the counted four."""
     parts = dict.fromkeys(PARTS, 0.0) | {"fixed": model.fixed}
     host = 0.0
     for op in ops:
         part = PART_OF.get(op.kind, "matmuls")
+        launched = 0
         if part == "exchange":
-            factor = 1 - model.hidden
-            launched = 0
+            ms = (1 - model.hidden) * op_ms(op, model)
         else:
-            factor = model.slowdown
+            ms = model.slowdown * op_ms(op, model)
+            if model.measured:
+                ms = measured_ms(op, model.measured) or ms
             launched = 1 + LAYERS_LAUNCHES.get(op.name, 0)
-        parts[part] += op_ms(op, model) / 4 * factor
+        for saving in model.savings:
+            ms = saving(op, ms)
+        parts[part] += ms / 4
         host += model.host * (model.call_us * op.calls + model.launch_us * launched) / 4000
     device = sum(parts.values())
     return parts | {"device": device, "host": host, "ms": max(device, host)}
 
 
-def calibrate(stages: list[list[Op]], published: Iterable[float]) -> Model:
+def calibrate(stages: list[list[Op]], published: Iterable[float], model: Model) -> Model:
     """Fits slowdown and fixed to published ms of stages: least squares of relative residuals."""
-    exposed, computing = [], []
+    known, slowed = [], []  # ms of a step that slowdown leaves as they are, and the others
     for ops in stages:
-        parts = step_ms(ops, Model())
-        exposed.append(parts["exchange"])
-        computing.append(parts["device"] - parts["exchange"])
+        device = step_ms(ops, model)["device"]
+        slowed.append(step_ms(ops, model._replace(slowdown=2.0))["device"] - device)
+        known.append(device - slowed[-1])
     measured = np.array(list(published))
-    slowdown, fixed = np.polyfit(computing, measured - exposed, 1, w=1 / measured)
-    return Model(slowdown=float(slowdown), fixed=float(fixed))
+    slowdown, fixed = np.polyfit(slowed, measured - known, 1, w=1 / measured)
+    return model._replace(slowdown=float(slowdown), fixed=float(fixed))
 
 
 def line(name: Any, cells: Iterable[Any]) -> None:
@@ -480,7 +503,7 @@ def fit(of_92: list[Phase]) -> Model:
         names.append(f"92 {phase.stage}, {phase.columns}")
         stages.append(phase.ops)
     all_published = PUBLISHED_80 + PUBLISHED_PHASES_92
-    model = calibrate(stages, all_published)
+    model = calibrate(stages, all_published, Model())
     print(model)
     print("\nto which slowdown and fixed are fitted: ms of a step")
     line("record, stage, columns", ["published", "estimate", "residual"])
@@ -529,37 +552,23 @@ def print_run(title: str, cfg: tg.Config, phases: list[Phase], model: Model) -> 
     return seconds
 
 
-def host_of_92(of_92: list[Phase], model: Model) -> float:
-    """Returns how slow a host must be for CUDA graphs to save record 92 what they did."""
-    graphs = run_seconds(of_92, with_graphs(model))
-
-    def saved(percent: int) -> float:
-        return run_seconds(of_92, model._replace(host=percent / 100)) - graphs
-
-    return bisect.bisect_left(range(10000), PUBLISHED_GRAPHS, key=saved) / 100
-
-
-def print_changes(base: list[Phase], without: dict[str, list[Phase]], model: Model, slow: float) -> None:
-    """Prints what record 92's techniques would save the record preset, what its parts and slow hosts cost."""
+def print_changes(base: list[Phase], without: dict[str, list[Phase]], model: Model) -> None:
+    """Prints what record 92's techniques would save the record preset, and what its parts cost."""
     graphs = with_graphs(model)
-    slow_host = model._replace(host=slow)
-    of_379 = with_techniques(base)
     seconds = {"as it is": run_seconds(base, model)}
     for name in TECHNIQUES:
         seconds[name] = run_seconds(with_techniques(base, [name]), model)
     seconds["CUDA graphs"] = run_seconds(base, graphs)
-    seconds["all of these, PR 379"] = run_seconds(of_379, graphs)
+    seconds["all of these, PR 379"] = run_seconds(with_techniques(base), graphs)
     for name, phases in without.items():
         seconds[name] = run_seconds(phases, model)
     seconds["host twice as slow"] = run_seconds(base, model._replace(host=2.0))
-    seconds[f"host {slow:.1f} times as slow"] = run_seconds(base, slow_host)
-    seconds["PR 379 then, no graphs"] = run_seconds(of_379, slow_host)
     print("\nchanges of the record preset: seconds of a run, and the change")
     for name, new in seconds.items():
         line(name, [new, f"{new - seconds['as it is']:+.2f}"])
 
 
-def print_estimates(changed: dict[str, tg.Config]) -> None:
+def print_estimates(changed: dict[str, tg.Config], rows: Measurements) -> None:
     """Prints all tables, and of each changed config the run's."""
     print("estimates for 8 H100s: what is not called published was never measured")
     print("takes some minutes, each what-if more\n", flush=True)
@@ -573,10 +582,45 @@ def print_estimates(changed: dict[str, tg.Config]) -> None:
     model = fit(of_92)
     print_379(of_record, of_92, model)
     seconds = print_run("the record preset: ms of a step", RECORD, of_record, model)
-    print_changes(of_record, without, model, host_of_92(of_92, model))
+    print_changes(of_record, without, model)
     for changes, cfg in changed.items():
         new = print_run(changes, cfg, count_all(cfg), model)
         print(f"change {new - seconds:+.2f} s")
+    print_measured(of_record, rows)
+
+
+def fit_measured(phases: list[Phase], rows: Measurements) -> Model:
+    """Fits the model to the device's measured ms by stage. Prints where its rates come from, and the fit."""
+    model = Model(measured=rows, memory=rows.copies / PEAKS["memory"])
+    print("\nrates of the tables below, in TFLOP/s, or TB/s of what has no FLOPs")
+    for name in sorted(rows.points.keys() | PEAKS.keys()):
+        print(rows.source(name, PEAKS.get(name, 0) * getattr(model, name, 0)))
+    first_phases = {phase.stage: phase for phase in reversed(phases)}
+    stages, device, hosts = [], [], []
+    for stage, step in rows.steps.items():
+        ops = first_phases[stage].ops
+        stages.append([op for op in ops if op.kind != "exchange"])
+        device.append(step["device"])
+        hosts.append(step["host"] / step_ms(ops, model)["host"])
+    model = calibrate(stages, device, model)._replace(host=float(np.mean(hosts)))
+    print(f"\nslowdown {model.slowdown:.2f}, fixed {model.fixed:.2f} ms, host {model.host:.1f} times as slow")
+    line("stage: the device's ms", ["measured", "estimate", "residual"])
+    for stage, ops, ms in zip(rows.steps, stages, device):
+        residual(str(stage), ms, step_ms(ops, model)["device"])
+    return model
+
+
+def print_measured(phases: list[Phase], rows: Measurements) -> None:
+    """Prints the second projection, and what further work would save in it."""
+    model = fit_measured(phases, rows)
+    print_run("with measured rates: ms of a step", RECORD, phases, model)
+    model = with_graphs(model)
+    before = print_run("with measured rates and CUDA graphs: ms of a step", RECORD, phases, model)
+    print("\nfurther work: seconds of a run with it alone, the change, seconds with all so far")
+    for name, saving in SAVINGS.items():
+        alone = run_seconds(phases, model._replace(savings=(saving,)))
+        model = model._replace(savings=(*model.savings, saving))
+        print(f"{alone:8.2f} {alone - before:+8.2f} {run_seconds(phases, model):8.2f}  {name}")
 
 
 def check(cfg: tg.Config) -> None:
@@ -590,14 +634,18 @@ def main(argv: list[str] | None = None) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
+    parser.add_argument("--measured", nargs="+", type=Path, default=[ROWS], metavar="ROWS.jsonl")
     args = parser.parse_args(argv)
     try:
         changed = {changes: reduce(tg.override, changes.split(), RECORD) for changes in args.what_if}
         check(RECORD)
         for cfg in changed.values():
             check(cfg)
-        print_estimates(changed)
-    except tg.UserError as error:
+        rows = Measurements(args.measured)
+        complete = rows.copies and len(rows.steps) > 1
+        tg.require(complete, "--measured: the rows lack copies, or two stages' times, of one rank of 8")
+        print_estimates(changed, rows)
+    except (OSError, tg.UserError) as error:
         sys.exit(f"projection.py: error: {error}")
 
 

@@ -2,7 +2,7 @@
 """Says where the time of training steps goes, from the traces that all ranks of a run have written.
 
     ./run.sh --profile 8
-    python bench/timeline.py RUN.rank*.trace.json.gz [--picture FILE.png]
+    python bench/timeline.py RUN.rank*.trace.json.gz [--picture FILE.png] [--operations N]
 
 Prints milliseconds a step, the mean over the traced steps, by rank. A step begins where it takes its batch;
 validation is left out. Of nested sections the innermost counts, so they add up to the step:
@@ -27,6 +27,12 @@ since the last rank started it. From there the walk goes on with that rank: with
 launch, the collective before, and the kernels launched before. The time between is waiting; that of a
 collective is in exchange, rows or gather. Not seen: a host that waits for its GPU, and builders that wait for
 each other.
+
+--operations prints in the sections' place what took the most time, N rows a table: the GPU's kernels, and the
+operations of the main thread, of the thread that builds batches and of all others, of which autograd's is
+one. ms and calls are those of a step, the mean over steps and ranks; shares are of the table's sum. An
+operation's time is its own, without that of operations inside it. "Python in forward" is what no operation
+took of that section. Kernels of one CUDA graph belong to the step that launched it.
 
 --picture draws the first traced step: a lane for each thread and stream, and a black line
 along the critical path. All ranks must share one machine's clock. Tracing slows threads: an operation takes
@@ -94,8 +100,31 @@ class Span(NamedTuple):
     launch: int  # when a thread launched it; a thread's own time: its start
 
 
+PLACES = {
+    "device": "the GPU's kernels",
+    "main": "the main thread's operations",
+    "builder": "operations of the thread that builds batches",
+    "others": "operations of other threads",
+}
+
+
 def kind_of(lane: str) -> str:
     return lane.rstrip(" 0123456789")
+
+
+class Call(NamedTuple):
+    """An operation or kernel by name, from its start to its end."""
+
+    start: int
+    end: int
+    name: str
+
+
+class Own(NamedTuple):
+    """A call's own time, without that of the calls inside it."""
+
+    name: str
+    time: int
 
 
 @dataclass
@@ -106,6 +135,7 @@ class Trace:
     world_size: int
     steps: dict[int, tuple[int, int]]  # of the main thread
     lanes: dict[str, list[Span]]
+    operations: dict[str, list[Own]]  # of all steps, by place: a key of PLACES
 
     @property
     def compute(self) -> str:
@@ -160,12 +190,6 @@ class Kernel(NamedTuple):
     correlation: int  # a number that it shares with its launch
 
 
-class GlooCall(NamedTuple):
-    start: int
-    end: int
-    name: str  # of the operation; later of its lane
-
-
 class Events:
     """Sorts the events of a trace by kind, and those of threads by thread."""
 
@@ -174,7 +198,8 @@ class Events:
         self.steps: dict[int, tuple[int, int]] = {}
         self.labels: dict[Any, list[Label]] = defaultdict(list)
         self.ops: dict[Any, list[int]] = defaultdict(list)  # when a thread starts a collective
-        self.gloo: dict[Any, list[GlooCall]] = defaultdict(list)
+        self.gloo: dict[Any, list[Call]] = defaultdict(list)
+        self.calls: dict[Any, list[Call]] = defaultdict(list)  # of all operations of a thread
         self.kernels: list[Kernel] = []
         self.launches: dict[int, tuple[Any, int]] = {}  # thread and time, by correlation
         for event in data["traceEvents"]:
@@ -190,6 +215,10 @@ class Events:
         start = base + round(1000 * event["ts"])
         end = start + round(1000 * event["dur"])
         section, _, about = name.partition(" ")
+        if kind in ("cpu_op", "cuda_runtime", "cuda_driver"):
+            self.calls[thread].append(Call(start, end, name))
+        elif kind == "user_annotation" and section in COLOURS:
+            self.calls[thread].append(Call(start, end, f"Python in {section}"))
         if kind == "user_annotation" and name.startswith("ProfilerStep#"):
             self.steps[int(name[13:])] = (start, end)
             self.main = thread
@@ -198,11 +227,37 @@ class Events:
         elif name.startswith("c10d::"):
             self.ops[thread].append(start)
         elif name.startswith("gloo:"):
-            self.gloo[thread].append(GlooCall(start, end, name))
+            self.gloo[thread].append(Call(start, end, name))
         elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
             self.kernels.append(Kernel(start, end, name, args["stream"], args["correlation"]))
         elif kind in ("cuda_runtime", "cuda_driver"):
             self.launches[args["correlation"]] = (thread, start)
+
+    def in_steps(self, calls: Iterable[Call]) -> list[Call]:
+        """Returns those that began in a step."""
+        found = []
+        for call in calls:
+            if any(start <= call.start < end for start, end in self.steps.values()):
+                found.append(call)
+        return found
+
+    def operations(self) -> dict[str, list[Own]]:
+        """Returns the calls in all steps by place."""
+        found: dict[str, list[Own]] = {place: [] for place in PLACES}
+        for thread, calls in self.calls.items():
+            place = "others"
+            calls = self.in_steps(calls)
+            if thread == self.main:
+                place = "main"
+                calls += [Call(start, end, "Python outside sections") for start, end in self.steps.values()]
+            elif thread == self.builder:
+                place = "builder"
+            found[place] += own_times(calls)
+        for kernel in self.kernels:
+            _, launch = self.launches.get(kernel.correlation, (self.main, kernel.start))
+            if self.in_steps([Call(launch, launch, "")]):
+                found["device"].append(Own(kernel.name, kernel.end - kernel.start))
+        return found
 
     @property
     def builder(self) -> Any:
@@ -222,13 +277,13 @@ class Events:
             begin = min((time for time in taken if start <= time < end), default=start)
             self.steps[step] = (begin, end)
 
-    def gloo_groups(self) -> tuple[list[GlooCall], list[GlooCall]]:
+    def gloo_groups(self) -> tuple[list[Call], list[Call]]:
         """Returns the calls of the main thread's group, and those of the builder's, in order.
 
         A group of processes runs its operations in their order, on threads of its own. The builder's group
         is not the main thread's, and knows no operation but all_to_all.
         """
-        groups: dict[str, list[GlooCall]] = {"gloo": [], "builder gloo": []}
+        groups: dict[str, list[Call]] = {"gloo": [], "builder gloo": []}
         has_builders = bool(self.ops[self.builder])
         for i, calls in enumerate(self.gloo.values()):
             names = {call.name for call in calls}
@@ -237,6 +292,21 @@ class Events:
                 group = "builder gloo"
             groups[group] += [call._replace(name=f"{group} {i}") for call in calls]
         return sorted(groups["gloo"]), sorted(groups["builder gloo"])
+
+
+def own_times(calls: Iterable[Call]) -> list[Own]:
+    """Takes the times of one thread's nested calls apart."""
+    outer_first = sorted(calls, key=lambda call: (call.start, -call.end))
+    times = [call.end - call.start for call in outer_first]
+    around: list[int] = []  # places of the calls that have begun and not ended, the outermost first
+    for i, call in enumerate(outer_first):
+        while around and outer_first[around[-1]].end <= call.start:
+            around.pop()
+        if around:
+            outer = around[-1]
+            times[outer] -= min(call.end, outer_first[outer].end) - call.start
+        around.append(i)
+    return [Own(call.name, time) for call, time in zip(outer_first, times)]
 
 
 class Lanes:
@@ -306,7 +376,8 @@ def read_trace(path: Path) -> Trace:
     lanes = Lanes(run.get("rank", 0), events)
     lanes.add_gloo()
     lanes.add_kernels()
-    return Trace(lanes.rank, run.get("world_size", 1), dict(sorted(steps.items())), dict(lanes.spans))
+    world_size = run.get("world_size", 1)
+    return Trace(lanes.rank, world_size, dict(sorted(steps.items())), dict(lanes.spans), events.operations())
 
 
 def read_traces(paths: Iterable[Path]) -> list[Trace]:
@@ -461,6 +532,30 @@ def table(traces: list[Trace], lane: str) -> list[str]:
     return lines
 
 
+def operation_table(traces: list[Trace], place: str, most: int) -> list[str]:
+    """Returns the lines about a place: the sum, then the `most` operations that took the most time."""
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    steps = 0
+    for trace in traces:
+        steps += len(trace.steps)
+        for name, time in trace.operations[place]:
+            times[name] += time
+            calls[name] += 1
+    rows = [("all", times.total(), calls.total())]
+    for name, time in times.most_common(most):
+        rows.append((name[:80], time, calls[name]))  # a kernel's name may have hundreds of characters
+    rest = times.most_common()[most:]
+    if rest:
+        rest_calls = sum(calls[name] for name, _ in rest)
+        rows.append((f"{len(rest)} more", sum(time for _, time in rest), rest_calls))
+    lines = [f"{'ms':>9} {'share':>6} {'calls':>7}  {PLACES[place]}"]
+    for name, time, count in rows:
+        share = time / max(1, times.total())
+        lines.append(f"{time / steps / 1e6:>9.3f} {share:>6.1%} {count / steps:>7.1f}  {name}")
+    return lines
+
+
 def draw(traces: list[Trace], path: Path) -> None:
     """Writes a PNG of the first step: its lanes, coloured by section, and its critical path."""
     step = next(iter(traces[0].steps))
@@ -499,10 +594,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser("timeline.py", __doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--picture", type=png, metavar="FILE.png")
+    parser.add_argument("--operations", type=int, metavar="N")
     args = parser.parse_args(argv)
+    if args.operations is not None and args.operations < 1:
+        parser.error("--operations: give the rows of a table, from 1 on")
     try:
         traces = read_traces(tqdm(args.traces, "reading", unit="trace"))
-        tables = [table(traces, lane) for lane in ("main", "stream", "builder") if lane in traces[0].lanes]
+        tables = []
+        if args.operations:
+            for place in PLACES:
+                if any(trace.operations[place] for trace in traces):
+                    tables.append(operation_table(traces, place, args.operations))
+        else:
+            for lane in "main", "stream", "builder":
+                if lane in traces[0].lanes:
+                    tables.append(table(traces, lane))
         if args.picture:
             draw(traces, args.picture)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:

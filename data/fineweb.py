@@ -28,6 +28,7 @@ from scripts import UserError, make_parser, target
 from tokenize_text import (
     VOCABULARY,
     VOCABULARY_BEGINS,
+    find_earlier,
     get_encoding,
     read_tokens,
     token_bytes,
@@ -213,6 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     pool = ThreadPoolExecutor(MAX_PARALLEL)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
+        find_earlier(args.out, "fineweb")
         target(args.out / VOCABULARY, VOCABULARY_BEGINS)
         fetch(args.out, "fineweb_val_000000.bin")  # alone, so that a missing network is reported once
         downloads = [pool.submit(fetch, args.out, name) for name in training]

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PNG = rb"\x89PNG"  # how pictures begin
+PNG = rb"\x89PNG.*Matplotlib"  # how our pictures begin
 
 
 class UserError(argparse.ArgumentTypeError):  # so argparse reports it, if it is of an option
@@ -58,6 +58,7 @@ def run_script(
         run(parser.parse_args(argv))
     except BrokenPipeError:  # whoever read it, as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)  # as Python itself does: what comes after `&&` needs the whole output
     except expected as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import http.client
 import random
-import re
 import urllib.request
 from pathlib import Path
 
@@ -67,7 +66,9 @@ def run(args: argparse.Namespace) -> None:
     random.Random(0).shuffle(train_passages)
     splits = {"train": train_passages, "val": [text[val_begin:]]}
     with new_shards(args.out, "shakespeare") as folder:
-        target(args.out / "input.txt", re.escape(text[:4096]))
+        earlier = target(args.out / "input.txt", b"")
+        if earlier.exists() and earlier.read_bytes() not in (b"", text):
+            raise UserError(f"{earlier}: another text is there; choose another --out")
         (folder / "input.txt").write_bytes(text)  # for bench/nanogpt.py, which gives it to nanoGPT
         for split, passages in splits.items():
             writer = SplitWriter(folder, "shakespeare", split, encoding, SHARD_TOKENS)

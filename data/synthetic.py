@@ -11,8 +11,8 @@ The tokens' bytes, in vocabulary.txt beside the shards, are made up too: most to
 more, as in GPT-2's vocabulary.
 
 The default is enough for all of the preset's steps: 6 training shards of 100M tokens, 1.2 GB, in seconds. A
-shard's name and vocabulary determine its tokens. Complete shards are not written again. Folders of a preset's
-own data are refused, so runs on these tokens belong to the track `other`.
+shard's name and vocabulary determine its tokens. All are written each time, and take the place of earlier
+ones. Folders of a preset's own data are refused, so runs on these tokens belong to the track `other`.
 """
 
 import argparse
@@ -24,15 +24,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from scripts import UserError, make_parser, replacing, run_script, target
+from scripts import UserError, make_parser, run_script
 from tokenize_text import (
-    SHARD_BEGINS,
     SHARD_TOKENS,
-    SHARDS,
-    VOCABULARY,
-    VOCABULARY_BEGINS,
     Header,
-    read_header,
+    new_shards,
     shard_header,
     write_token_bytes,
 )
@@ -99,22 +95,14 @@ def plan_shards(train_tokens: int, val_tokens: int, vocab_size: int) -> dict[str
     return headers
 
 
-def is_complete(path: Path, header: Header) -> bool:
-    try:
-        return read_header(path) == header
-    except (FileNotFoundError, UserError):
-        return False
-
-
 def write_shards(
     out: Path, train_tokens: int = TRAIN_TOKENS, val_tokens: int = VAL_TOKENS, vocab_size: int = VOCAB_SIZE
-) -> list[str]:
+) -> None:
     """Writes OUT/synthetic_{train,val}_<number>.bin, of SHARD_TOKENS tokens each, and the rest in the last.
 
-    Returns the names of those written: complete ones are left as they are. A shard appears when it is
-    complete, and after all of them OUT/vocabulary.txt, which is written every time. A shard's last document
-    is cut where the shard ends. Raises UserError for numbers out of range, a preset's own folder, or a folder
-    with other shards.
+    Beside them is OUT/vocabulary.txt. All appear when all are complete. A shard's last document is cut where
+    the shard ends. Raises UserError for numbers out of range, a preset's own folder, or a folder with other
+    shards.
     """
     if train_tokens < 1 or val_tokens < 1:
         raise UserError("--train-tokens and --val-tokens must be at least 1: training needs both splits")
@@ -123,21 +111,14 @@ def write_shards(
     if out.resolve() in [HERE / folder for folder in PRESET_FOLDERS]:
         raise UserError(f"{out} is for a preset's own data; choose another folder, such as data/synthetic")
     headers = plan_shards(train_tokens, val_tokens, vocab_size)
-    for path in sorted(out.glob(SHARDS)):
-        if path.name not in headers:
-            raise UserError(
-                f"{path}: not a shard that these options give, but training would read it too; remove it, or "
-                "choose another folder"
-            )
-    out.mkdir(parents=True, exist_ok=True)
-    target(out / VOCABULARY, VOCABULARY_BEGINS)
-    missing = [name for name, header in headers.items() if not is_complete(out / name, header)]
-    total = sum(headers[name].tokens for name in missing)
-    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, desc="writing") as bar:
-        for name in missing:
-            left = headers[name].tokens
-            with replacing(out / name, SHARD_BEGINS) as path, open(path, "wb") as file:
-                file.write(shard_header(*headers[name]))
+    progress = tqdm(
+        total=train_tokens + val_tokens, unit=" tokens", unit_scale=True, disable=None, desc="writing"
+    )
+    with new_shards(out, "synthetic") as folder, progress as bar:
+        for name, header in headers.items():
+            left = header.tokens
+            with open(folder / name, "wb") as file:
+                file.write(shard_header(*header))
                 for tokens, _ in draw_documents(vocab_size - 1, list(name.encode())):
                     tokens = tokens[:left]
                     file.write(tokens.astype("<u2").data)
@@ -145,14 +126,13 @@ def write_shards(
                     left -= len(tokens)
                     if not left:
                         break
-    write_token_bytes(out, make_up_tokens(vocab_size))
-    return missing
+        write_token_bytes(folder, make_up_tokens(vocab_size))
 
 
 def run(args: argparse.Namespace) -> None:
-    written = write_shards(args.out, args.train_tokens, args.val_tokens, args.vocab_size)
+    write_shards(args.out, args.train_tokens, args.val_tokens, args.vocab_size)
     counts = f"{args.train_tokens:,} training tokens, {args.val_tokens:,} validation tokens"
-    print(f"{args.out}: {counts}, without meaning; shards written now: {len(written)}")
+    print(f"{args.out}: {counts}, without meaning")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -69,6 +69,8 @@ SHARDS = "[!.]*_[0-9]*.bin"  # the names of shards: training reads NAME_train_00
 SHARD_BEGINS = re.escape(struct.pack("<2i", MAGIC, VERSION))
 VOCABULARY_BEGINS = rb"[0-9a-f\n]*\Z"
 FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one split empty
+# The names of other scripts' shards, which those replace.
+OTHER_MAKERS = ("fineweb", "python", "shakespeare", "synthetic", "torch")
 NAMED = 20  # bad documents; more are only counted
 LINES = (".jsonl", ".ndjson")  # ends of the names of files with a document on each line
 # How such files begin under other names, also those of arrays, of which every line is bad.
@@ -439,6 +441,18 @@ class LeftOut:
             tqdm.write(f"left out: {error}", file=sys.stderr)
 
 
+def find_earlier(out: Path, name: str) -> list[Path]:
+    """Returns the shards NAME_{train,val}_<number>.bin in `out`. Raises UserError if others are there."""
+    earlier = list(out.glob(SHARDS))
+    for path in earlier:
+        if path.name.rpartition("_")[0] not in (f"{name}_train", f"{name}_val"):
+            raise UserError(
+                f"{out} already has shards ({path.name}), and training would read those too: choose another "
+                "folder"
+            )
+    return earlier
+
+
 @contextlib.contextmanager
 def new_shards(out: Path, replaced: str = "") -> Iterator[Path]:
     """Yields a folder for shards and their vocabulary, which appear in `out` when the block ends.
@@ -452,13 +466,8 @@ def new_shards(out: Path, replaced: str = "") -> Iterator[Path]:
     try:
         with contextlib.suppress(OSError):  # some file systems of networks have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        earlier = list(out.glob(SHARDS))
+        earlier = find_earlier(out, replaced)
         for path in earlier:
-            if path.name.rpartition("_")[0] not in (f"{replaced}_train", f"{replaced}_val"):
-                raise UserError(
-                    f"{out} already has shards ({path.name}), and training would read those too: choose "
-                    "another folder"
-                )
             target(path, SHARD_BEGINS)
         target(out / VOCABULARY, VOCABULARY_BEGINS)
         with unfinished(out) as folder:
@@ -547,12 +556,13 @@ def check_splits(train: SplitWriter, val: SplitWriter, left_out: LeftOut) -> Non
     fix = "give more text, or another --val-one-in"
     if left_out.last:
         fix = f"the last bad one is {left_out.last}"
+    count = train.documents + val.documents
     for what, split in (("training", train), ("validation", val)):
+        problem = f"none of {count} documents fell to {what}" if count else "no document has text"
         if not split.documents:
             raise UserError(
-                f"none of {train.documents + val.documents} documents fell to {what} ({left_out.bad} bad and "
-                f"{left_out.empty} empty ones left out), and train_gpt.py needs both splits: nothing was "
-                f"written; {fix}"
+                f"{problem} ({left_out.bad} bad and {left_out.empty} empty ones left out), and train_gpt.py "
+                f"needs both splits: nothing was written; {fix}"
             )
 
 
@@ -566,6 +576,9 @@ def run(args: argparse.Namespace) -> None:
         passage_bytes = PASSAGE_BYTES[args.encoding]
     if 0 < passage_bytes < 4:
         raise UserError("--passage-bytes must be 0 or at least 4, which a character may take")
+    name = Path(args.name or args.out.resolve()).name.lstrip(".") or "text"
+    if name in OTHER_MAKERS:
+        raise UserError(f"--name {name}: another script replaces shards of this name; give another --name")
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="tokenizing") as bar:
 
         def documents():
@@ -575,7 +588,7 @@ def run(args: argparse.Namespace) -> None:
 
         written = write_shards(
             args.out,
-            Path(args.name or args.out.resolve()).name.lstrip(".") or "text",
+            name,
             documents(),
             args.encoding,
             shard_tokens=args.shard_tokens,

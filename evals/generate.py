@@ -93,6 +93,11 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
+    draws = args.top_k, args.top_p, args.seed, args.samples
+    tg.require(
+        args.temperature or draws == (0, 1, 0, 1),
+        "--temperature 0 draws nothing; leave out --top-k, --top-p, --seed and --samples",
+    )
     model, encoding = load(args.model)
     token_bytes, prompt = tokenize_text.token_bytes(encoding), args.prompt or ""
     if args.prompt_file:
@@ -106,17 +111,22 @@ def run(args: argparse.Namespace) -> None:
         print(f"of the prompt's {len(tokens)} tokens the last {context} count", file=sys.stderr)
     options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     began, count = time.perf_counter(), 0
+    ended = 0  # texts
     for sample in range(args.samples):
         if sample:
             print("-" * 80)
         print(prompt, end="", flush=True)
         text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
+        before = count
         for token in generate(model, tokens, args.tokens, args.seed + sample, **options):
             print(text.decode(token_bytes[token]), end="", flush=True)
             count += 1
         print(text.decode(b"", final=True), flush=True)
+        ended += count - before < args.tokens
     seconds = time.perf_counter() - began
     print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
+    if ended:
+        print(f"the model ended {ended} of {args.samples} texts early, by its own choice", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,7 +11,8 @@ with its standard error (binomial). The model is trained on none of them. Chance
     acc        the right ending has the lowest sum of losses
 
 As in llm.c, a text is `ctx` as it is, a space and an ending, whose tokens alone count; by this GPT-2 (124M)
-has 0.2955 and 0.2859. lm-evaluation-harness cleans the texts and divides by the ending's characters.
+has 0.2955 and 0.2859. Of n endings that share the lowest loss each counts 1 / n. lm-evaluation-harness cleans
+the texts and divides by the ending's characters.
 
 Items come in a fixed pseudorandom order, and --limit takes the first N. So the accuracy so far, beside the
 progress bar, is that of a random sample. On a GPU if there is one, in plain torch either way.
@@ -36,6 +37,7 @@ import torch
 from tqdm import tqdm
 
 from generate import ROOT, load, make_parser, number, run_script, tg, tokenize_text
+from saved_model import token_losses
 
 NAME = "hellaswag_val.jsonl"
 FOLDER = ROOT / "data/hellaswag"
@@ -141,9 +143,7 @@ def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
 
 def ending_losses(model: tg.GPT, documents: Sequence[Document]) -> list[np.ndarray]:
     """Returns the losses of each document's ending, (scored,) float64, by one forward."""
-    batch = pack(documents, model.cfg)
-    windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
-    losses = model.token_losses(tg.move(batch, model.device), windows).double().cpu().numpy()
+    losses = token_losses(model, pack(documents, model.cfg))
     found = []
     end = 0
     for tokens, scored in documents:
@@ -167,9 +167,13 @@ def batches(documents: Sequence[Document], budget: int) -> Iterator[Sequence[Doc
 
 
 def score(losses: Sequence[np.ndarray], label: int) -> np.ndarray:
-    """Returns whether the least mean, and the least sum, of four endings' losses is the right one's, (2,)."""
+    """Returns whether the least mean, and the least sum, of four endings' losses is the right one's, (2,).
+
+    Of n endings that have the least together, each counts 1 / n, as if one of them were drawn.
+    """
     means_and_sums = np.array([(x.mean(), x.sum()) for x in losses])
-    return means_and_sums.argmin(0) == label
+    least = means_and_sums == means_and_sums.min(0)
+    return least[label] / least.sum(0)
 
 
 def run(args: argparse.Namespace) -> None:

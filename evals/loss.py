@@ -27,6 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from generate import load, make_parser, number, run_script, tg, tokenize_text
+from saved_model import token_losses
 
 
 def parse_slices(text: str) -> tuple[int, int]:
@@ -85,9 +86,7 @@ def document_losses(model: tg.GPT, tokens: np.ndarray, token_bytes: np.ndarray) 
     cfg = model.cfg
     starts = np.flatnonzero(tokens[:-1] == cfg.bos_id)
     longest = int(np.diff(starts, prepend=0, append=len(tokens) - 1).max())
-    batch = tg.pack(tg.make_micro_batch(tokens, starts, longest, cfg))
-    batch = tg.move(batch, model.device)
-    nats = model.token_losses(batch, tg.window_tokens(cfg, cfg.val_windows)).double().cpu().numpy()
+    nats = token_losses(model, tg.pack(tg.make_micro_batch(tokens, starts, longest, cfg)))
     counts = np.stack([nats, np.ones(len(nats)), token_bytes[tokens[1:]]])
     return np.add.reduceat(counts, np.union1d(0, starts), axis=1)
 
@@ -117,6 +116,10 @@ def report(losses: np.ndarray, name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
+    are_shards = [path.suffix == ".bin" for path in args.files]
+    tg.require(any(are_shards) or not args.slices, "--slices is for shards, SHARD.bin; no FILE is one")
+    of_texts = args.passage_bytes or args.field != "text"
+    tg.require(not all(are_shards) or not of_texts, "--passage-bytes and --field are for texts, not shards")
     model, encoding = load(args.model)
     token_bytes = np.array([len(token) for token in tokenize_text.token_bytes(encoding)])
     size = args.passage_bytes or tokenize_text.PASSAGE_BYTES[encoding.name]

@@ -74,6 +74,7 @@ ADDED = {
     "pointer_window": 1,
     "pointer_val_window": 1,
     "softcap": {"scale": 23.0, "shift": 5.0, "span": 7.5},
+    "cuda_graphs": False,
 }
 
 
@@ -155,6 +156,17 @@ def check_sizes(weights: dict[str, Tensor], cfg: tg.Config, file_bytes: int) -> 
     for stage in cfg.stages:
         longest = max(longest, stage.batch_tokens // cfg.microbatches)
     tg.require(longest <= MAX_TOKENS, f"it has sequences of {longest} tokens, more than {MAX_TOKENS}")
+
+
+def token_losses(model: tg.GPT, batch: tg.MicroBatch) -> np.ndarray:
+    """Returns the validation losses of a batch that tg.pack packed, (T,) float64.
+
+    Raises UserError if any is not finite: it would make sums of losses, or which is the least, meaningless.
+    """
+    windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
+    losses = model.token_losses(tg.move(batch, model.device), windows)
+    tg.require(losses.isfinite().all(), "a loss is not finite: the model's training diverged")
+    return losses.double().cpu().numpy()
 
 
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:

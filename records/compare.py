@@ -13,18 +13,24 @@ print on the screen, also through a launcher that puts [default0]: before lines,
 public speedrun.
 
 A run counts if the last step it logged has a validation; its loss and time are that validation's. A log of
-train_gpt.py must also end with `complete: yes`. One that says `epochs: 2` or more does not count: the run
-had used up its training data, and read some again. A run that was stopped and resumed has several logs, and
-counts once, as the one that went furthest. The target is the logs'; public logs name none, so --target 3.28
-must name theirs. A mean loss is shown to be below it if a one-sided one-sample t-test rejects, at p < 0.01,
-that it is not. Groups are compared by Welch's t-test, two-sided. If
-their machines, data or validation differ, the first line warns of it and no percentage is printed, unless
---anyway is given. The exit code is 2 if something could not be read; all else is still reported.
+train_gpt.py must also end with `complete: yes`, and its closing lines must repeat that loss and time. A run
+that names a target counts only if it read its data once. A text of one's own is of the track `other`, which
+has no target: such runs count though they read a small text in several epochs. A run that was stopped and
+resumed has several logs, and counts once, as the one that went furthest.
+
+The target is the logs'; public logs name none, so --target 3.28 must name theirs. A mean loss is shown to be
+below it if a one-sided one-sample t-test rejects, at p < 0.01, that it is not. Groups are compared by Welch's
+t-test, two-sided. If both have the same seeds, losses are also compared in pairs of one seed, by a paired
+t-test; and so are times, if the groups are a folder and its `baseline/`, whose runs alternate. If machines,
+data or validation differ, the first line warns of it and no percentage is printed, unless --anyway is given.
+The exit code is 2 if something could not be read, or --update refused a folder; all else is still reported.
 
 A group is a record over the baseline if its mean loss is below its track's target and its mean time below
-the baseline's, both with p < 0.01. All logs must name their track, which is not `other`. Within each group
-the steps, scripts, machines, data and validation must be equal, and the seeds different. Machines, data and
-validation must be equal in both groups.
+the baseline's, both with p < 0.01 (in Welch's test). All logs must name their track, and have the target,
+data, vocabulary and validation that records/tracks.py gives for it. Within each group the steps, scripts,
+machines, data and validation must be equal, and the seeds different. Machines, data and validation must be
+equal in both groups, and no run may be in both. The script must have passed records/referee.py, whose
+referee.txt is beside the logs. Records that are listed already need none.
 
 --curves draws losses over steps and over training time. With dots: validation loss, mean and standard
 deviation of a group's runs, at the steps that all validated; up to four dots are not joined by lines. A
@@ -36,18 +42,18 @@ because it leaves out columns. Dashed: the target. The loss axis is logarithmic,
 group's first 10 % of steps.
 
 --begin prints the table of a new record, beside that of its `baseline/` if there is one, and begins its
-README.md if there is none. --update writes the tables of records/README.md, and draws the pictures whose logs
-or drawing code have changed: a record's curves.png, README.md's in bench/curves, records/history.png.
+README.md if there is none. --update writes the records' tables in README.md and records/README.md, and draws
+the curves.png of a record if its logs or the drawing code have changed. It lists a new folder only if it is a
+record over its `baseline/`.
 
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
     Statistics            scipy's tests
     Reports               text, JSON, curves, differences of two logs
-    What --update makes   tables and pictures: of our records, from logs, of the public ones, from history.csv
+    What --update makes   tables and pictures of our records, from their logs
 """
 
 import argparse
-import csv
 import difflib
 import glob
 import hashlib
@@ -61,12 +67,14 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import date
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+import referee
+import tracks
+
 from scripts import UserError, make_parser, new_figure, number, png, save_figure
 
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file named directly may have any
@@ -97,37 +105,50 @@ LINE_BEGINS = re.compile(
 def clean(raw: bytes) -> bytes:
     """Returns a file's lines without terminal codes, a line break before each. Added breaks are CR LF."""
     text = TERMINAL_CODES.sub(b"", raw.replace(b"\r\n", b"\n"))
-    return b"\n" + LINE_BEGINS.sub(b"\r\n", text) + b"\n"
+    return LLMC.sub(modernize, b"\n" + LINE_BEGINS.sub(b"\r\n", text) + b"\n")
+
+
+def modernize(line: re.Match[bytes]) -> bytes:
+    """Returns a line of llm.c in the later format, which counts updates from 1 in training lines, too."""
+    step = int(line[1])
+    kind = b"val"
+    if line[2] == b"trl":
+        step += 1
+        kind = b"train"
+    return b"\nstep:%d/0 %s_loss:%s train_time:-ms step_avg:nanms" % (step, kind, line[3])
 
 
 def pattern(text: str) -> re.Pattern[bytes]:
-    number = r"[-+]?(?:\d{1,20}\.?\d{0,20}(?:e[-+]?\d{1,4})?|nan|inf)"
-    return re.compile((r"\n" + text.replace("NUM", number).replace("INT", r"\d{1,15}")).encode())
+    kinds = {"INT": r"\d{1,15}", "DECIMAL": r"\d{1,20}\.?\d{0,20}"}  # no loss and no time is negative
+    kinds["NUM"] = rf"(?:{kinds['DECIMAL']}(?:e[-+]?\d{{1,4}})?|nan|inf)"
+    for name, kind in kinds.items():
+        text = text.replace(name, kind)
+    return re.compile(rb"\n" + text.encode())
 
 
 STEP = pattern(r"step:(INT)/(INT) ")
 VALIDATION = pattern(
-    r"step:(INT)/INT val_loss:(NUM)(?: val_\w+:NUM)* train_time:(NUM)(ms|s) step_avg:NUMms"
+    r"step:(INT)/INT val_loss:(NUM)(?: val_\w+:NUM)* train_time:(DECIMAL|-)(ms|s) step_avg:NUMms"
     r"(?: \w+:\S+)*[ \t\r]*(?=\n)"
 )
 # The loss is the line's own step's in public logs, in ours the last that had arrived, with its step.
 TRAINING = pattern(
-    r"step:(INT)/INT (?:train_loss:(NUM) )?train_time:(NUM)(ms|s) step_avg:NUMms"
+    r"step:(INT)/INT (?:train_loss:(NUM) )?train_time:(DECIMAL|-)(ms|s) step_avg:NUMms"
     r"(?: train_loss:(NUM)@(INT))?[ \t\r]*(?=\n)"
 )
 # The first logs of 2024, written by llm.c: no times, no number of steps.
-LLMC_STEP = pattern(r"s:(INT) (tel|trl):NUM")
-LLMC_VALIDATION = pattern(r"s:(INT) tel:(NUM)[ \t\r]*(?=\n)")
-LLMC_TRAINING = pattern(r"s:(INT) trl:(NUM) ")
+LLMC = pattern(r"s:(INT) (tel|trl):(NUM)(?: lr:[^\n]*)?[ \t\r]*(?=\n)")
 # Lines that hold the loss of a validation, or began to.
 LOSS = re.compile(rb"\n(?:[^\n]*(?:step:\d+/\d+ v|val_loss:[-+]?\d)|s:\d+ tel:)[^\r\n]*")
+
 CLOSING = (  # lines after the last step, and the fields of Run that they set
     (pattern(r"peak memory (?:consumption|allocated): (INT) MiB"), "peak_mem_mib", int),
     (pattern(r"val_loss_per_byte: (NUM)\s"), "per_byte", float),
-    (pattern(r"epochs: (INT)\s"), "epochs", int),
-    (pattern(r"complete: (yes)\s"), "closed", bool),
-    (pattern(r"target (\d{1,20}\.?\d{0,20}): "), "target", float),
+    (pattern(r"target (DECIMAL): "), "screen_target", float),
 )
+# Of these lines the text is kept, so that one that cannot be read is not taken for none.
+CLOSING_TEXT = pattern(r"(epochs|complete|val_loss|train_time_ms|steps): ([^\r\n]*)")
+ROUNDING = 0.00006  # of a step's loss, which has four decimals: its closing line has six
 HEADER = {
     "torch": r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (\d+))?",
     "commit": r"commit: (\S+)(?: \((?:clean|(.+?))\))?",  # and `modified`, or git's letters: M, ??, !!
@@ -136,9 +157,9 @@ HEADER = {
     "data": r"data: (.+?)",
     "resumed": r"resumed: (\S+) after step (\d+)(?:;.*)?",
 }
-# Types of the settings that are read here.
-CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "track": str}
-CONFIG |= {"target": int | float, "length": int | float}
+# Types of the settings that are read here. All numbers but the seed are above 0.
+CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "vocab_size": int}
+CONFIG |= {"target": int | float, "length": int | float, "track": str, "preset": str, "data": str}
 GPU = r"\n\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
 # Other rules of `=` vary in number, and occur in the source, too.
 SOURCE_END = pattern(r"={20,}\s*\n(?:Running|script:) ")
@@ -180,23 +201,74 @@ class Run:
     training: list[Point]  # training losses
     peak_mem_mib: int | None = None
     per_byte: float | None = None
-    epochs: int = 1  # how often training began to read its data
-    closed: bool = False  # `complete: yes` was written
-    target: float | None = None  # that the screen names
+    screen_target: float | None = None
+    closing: dict[str, str] = field(default_factory=dict)  # the text of CLOSING_TEXT's lines
+
+    @property
+    def closed(self) -> bool:
+        return self.closing.get("complete") == "yes"
+
+    @property
+    def epochs(self) -> str:
+        """Returns how often training began to read its data, as the log says it."""
+        return self.closing.get("epochs", "1")
+
+    @property
+    def track(self) -> str | None:
+        return self.header.config.get("track")
+
+    @property
+    def target(self) -> float | None:
+        """Returns the target that the run names. A text of the track `other` has none."""
+        if self.track == "other":
+            return None
+        return self.header.config.get("target", self.screen_target) or None
+
+    @property
+    def left_out(self) -> str:
+        """Returns why the run does not count, "" if it does.
+
+        It needs a validation at its last step. A run of ours must have ended, too: its log says so, while its
+        screen lacks that line, and the config. A run with a target must have read its data once.
+        """
+        if self.target is not None and self.epochs != "1":
+            return f"trained in {self.epochs} epochs"
+        ends = f"incomplete: it ends at {self.reached}"
+        if not self.curve or self.curve[-1].step != self.final_step:
+            return f"{ends}, without a validation"
+        if self.header.config and not self.closed:
+            return f"{ends}, without 'complete: yes'"
+        if self.header.config:
+            return self.contradiction
+        if self.header.commit and self.final_step != self.total_steps:
+            return ends
+        return ""
+
+    @property
+    def reached(self) -> str:
+        return f"step {self.final_step} of {self.total_steps or 'an unknown number'}"
+
+    @property
+    def contradiction(self) -> str:
+        """Returns which closing line says something else than the log before it, "" if none does."""
+        last = self.curve[-1]
+        logged = {"val_loss": last.loss, "steps": self.final_step}
+        logged["train_time_ms"] = 1000 * (last.time_s or 0)
+        for name, value in logged.items():
+            text = self.closing.get(name)
+            if text is None or math.isnan(value):
+                continue
+            try:
+                agrees = math.isclose(float(text), value, abs_tol=ROUNDING)
+            except ValueError:
+                agrees = False
+            if not agrees:
+                return f"its line '{name}: {text}' contradicts {value:g} before it"
+        return ""
 
     @property
     def counted(self) -> bool:
-        """Tells whether the last logged step has a validation, and no training data was read twice.
-
-        A run of ours must have ended, too. Its log says so; its screen lacks that line, and the config.
-        """
-        if not self.curve or self.curve[-1].step != self.final_step or self.epochs != 1:
-            return False
-        if self.header.config:
-            return self.closed
-        if self.header.commit:
-            return self.final_step == self.total_steps
-        return True
+        return not self.left_out
 
     @property
     def val_loss(self) -> float | None:
@@ -242,8 +314,10 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
     text = clean(Path(path).read_bytes())
     source_end = SOURCE_END.search(text)
     header_start = source_end.start() if source_end else 0
-    steps = find_steps(text, header_start)
-    validations = find_validations(text, header_start)
+    steps = [StepLine(m.start(), int(m[1]), int(m[2]) or None) for m in STEP.finditer(text, header_start)]
+    validations: dict[int, Point] = {}  # by where their lines begin
+    for m in VALIDATION.finditer(text, header_start):
+        validations[m.start()] = Point(int(m[1]), float(m[2]), seconds(m[3], m[4]))
     runs: list[Run] = []
     notes: list[str] = []
     unreadable = name_unreadable(text, header_start, validations, path)
@@ -260,7 +334,7 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
     for run_steps, end in zip(steps_of_runs, ends):
         start = run_steps[0].position
         last = run_steps[-1]
-        lines = set(re.findall(rb"\n(?:step|s):.*\S", text[start:end]))
+        lines = set(re.findall(rb"\nstep:.*\S", text[start:end]))
         if any(lines <= earlier for earlier in lines_of_runs):
             notes.append(f"{path}: a run's lines occur twice; the repetition is left out")
         else:
@@ -276,33 +350,6 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
         read_closing(runs[-1], text, last.position, end + 1)
         header_start = last.position
     return runs, notes
-
-
-def find_steps(text: bytes, start: int) -> list[StepLine]:
-    """Returns the step lines of `text` from `start` on."""
-    steps = []
-    if b"\nstep:" in text:
-        for m in STEP.finditer(text, start):
-            steps.append(StepLine(m.start(), int(m[1]), int(m[2])))
-        return steps
-    for m in LLMC_STEP.finditer(text, start):
-        step = int(m[1])
-        if m[2] == b"trl":
-            step += 1  # llm.c's training line s is update s; other formats log the number of updates done
-        steps.append(StepLine(m.start(), step, None))
-    return steps
-
-
-def find_validations(text: bytes, start: int) -> dict[int, Point]:
-    """Returns the validations of `text` from `start` on, by the position of their lines."""
-    validations = {}
-    if b"\nstep:" in text:
-        for m in VALIDATION.finditer(text, start):
-            validations[m.start()] = Point(int(m[1]), float(m[2]), seconds(m[3], m[4]))
-    else:
-        for m in LLMC_VALIDATION.finditer(text, start):
-            validations[m.start()] = Point(int(m[1]), float(m[2]), None)
-    return validations
 
 
 def name_unreadable(text: bytes, start: int, validations: dict[int, Point], path: str) -> list[str]:
@@ -333,16 +380,16 @@ def split_runs(steps: list[StepLine]) -> list[list[StepLine]]:
     return runs
 
 
-def seconds(time: bytes, unit: bytes) -> float:
+def seconds(time: bytes, unit: bytes) -> float | None:
+    if time == b"-":
+        return None  # llm.c logs none
     return float(time) / (1000 if unit == b"ms" else 1)
 
 
 def read_training(text: bytes) -> list[Point]:
     """Returns the training losses in a run's lines, of each step once."""
-    times: dict[int, float] = {}
+    times: dict[int, float | None] = {}
     losses: dict[int, float] = {}
-    for update, loss in LLMC_TRAINING.findall(text):
-        losses[int(update) + 1] = float(loss)
     for step, loss, time, unit, late_loss, at in TRAINING.findall(text):
         times[int(step)] = seconds(time, unit)
         if loss or late_loss:
@@ -352,6 +399,8 @@ def read_training(text: bytes) -> list[Point]:
 
 def read_closing(run: Run, text: bytes, start: int, end: int) -> None:
     """Sets the fields of `run` that lines between `start` and `end` name."""
+    for m in CLOSING_TEXT.finditer(text, start, end):
+        run.closing[decode(m[1])] = decode(m[2]).strip()
     for line, name, kind in CLOSING:
         for m in line.finditer(text, start, end):
             setattr(run, name, kind(m[1]))
@@ -386,8 +435,10 @@ def read_header(text: str, path: str, before: Header) -> Header:
         except (ValueError, RecursionError):
             raise UserError(f"{path}: its config line is not JSON, or has numbers that are none") from None
         for name, kind in CONFIG.items():
-            if not isinstance(header.config.get(name), kind | None):
-                raise UserError(f"{path}: its config has {name} = {header.config[name]!r}")
+            value = header.config.get(name)
+            is_too_low = isinstance(value, int | float) and name != "seed" and value <= 0
+            if is_too_low or not isinstance(value, kind | None):
+                raise UserError(f"{path}: its config has {name} = {value!r}")
     if "resumed" in last:
         header.origin, after = last["resumed"]
         header.after = int(after)
@@ -410,13 +461,13 @@ Value = Callable[[Run], Any]  # of a run; None if its log has none
 ALIKE: dict[str, Value] = {
     "hardware": lambda r: r.header.hardware,
     "data": lambda r: r.header.data and r.header.data.split()[0],
-    "targets": lambda r: r.header.config.get("target", r.target),
+    "targets": lambda r: r.target,
     "val_slices": lambda r: r.header.config.get("val_slices"),
     "val_slice_tokens": lambda r: r.header.config.get("val_slice_tokens"),
 }
 WITHIN: dict[str, Value] = ALIKE | {  # what should be equal in a group, too
     "steps": lambda r: r.final_step,
-    "tracks": lambda r: r.header.config.get("track"),
+    "tracks": lambda r: r.track,
     "scripts": lambda r: r.header.script,
 }
 
@@ -434,6 +485,14 @@ class Group:
     @property
     def counted(self) -> list[Run]:
         return [run for run in self.runs if run.counted]
+
+    @property
+    def lacks_runs(self) -> str:
+        """Says that no run counts, and why; "" if one does."""
+        if self.counted:
+            return ""
+        reasons = dict.fromkeys(run.left_out for run in self.runs)
+        return f"no run of {self.label} counts ({'; '.join(reasons) or 'none could be read'})"
 
     @property
     def losses(self) -> list[float]:
@@ -466,6 +525,10 @@ class Group:
         return "; ".join(map(str, self.distinct(value))) or "-"
 
 
+def seed_of(run: Run) -> int | None:
+    return run.header.config.get("seed")
+
+
 def find_logs(path: str) -> list[list[Path]]:
     """Returns lists of files to try in order: `path` means the first list that has runs."""
     folder = Path(path)
@@ -477,7 +540,7 @@ def find_logs(path: str) -> list[list[Path]]:
     in_folder = []
     in_subfolders = []
     for file in sorted(folder.rglob("*")):
-        if file.suffix not in SUFFIXES or file.is_dir():
+        if file.suffix not in SUFFIXES or file.name == referee.FILE_NAME or file.is_dir():
             continue
         if file.parent == folder:
             in_folder.append(file)
@@ -491,14 +554,13 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
     groups: dict[str, Group] = {}
     errors: list[str] = []
     for argument in arguments:
+        label = argument
         try:
             label, path = split_label(argument, groups)
             read_into(groups.setdefault(label, Group(label)), path, errors)
-        except UserError as e:
-            errors.append(str(e))
-        except OSError as e:
-            errors.append(f"{argument}: cannot be read: {e.strerror}")
-            groups.setdefault(argument, Group(argument))
+        except (UserError, OSError) as e:
+            errors.append(explain(e))
+            groups.setdefault(label, Group(label))
     for group in groups.values():
         drop_repeats(group)
         join_resumed(group)
@@ -508,6 +570,12 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
     for group in others:
         warn_of_baseline(group, base)
     return list(groups.values()), errors
+
+
+def explain(error: UserError | OSError) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def split_label(argument: str, groups: dict[str, Group]) -> tuple[str, str]:
@@ -539,10 +607,8 @@ def read_into(group: Group, path: str, errors: list[str]) -> None:
                 runs, file_notes = read_log(file, errors)
                 group.runs += runs
                 notes += file_notes if runs else [f"{file}: holds no run"]
-            except OSError as e:
-                errors.append(f"{file}: cannot be read: {e.strerror}")
-            except UserError as e:
-                errors.append(str(e))
+            except (UserError, OSError) as e:
+                errors.append(explain(e))
         if len(group.runs) > runs_before:
             group.notes += notes
             return
@@ -588,32 +654,55 @@ def join_resumed(group: Group) -> None:
 def warn(group: Group) -> None:
     """Adds notes on runs that are incomplete, and on what differs within the group."""
     for run in group.runs:
-        reached = f"step {run.final_step} of {run.total_steps or 'an unknown number'}"
-        if run.epochs > 1:
-            group.notes.append(f"{run.name}: trained on its data in {run.epochs} epochs, left out")
-        elif not run.counted:
-            ends = f"ends at {reached}, without a validation or without 'complete: yes'"
-            group.notes.append(f"{run.name}: incomplete, left out: {ends}")
+        if not run.counted:
+            group.notes.append(f"{run.name}: left out, {run.left_out}")
         elif run.final_step != run.total_steps:
-            group.notes.append(f"{run.name}: stopped at {reached}, counted")
+            group.notes.append(f"{run.name}: stopped at {run.reached}, counted")
+    epochs = group.distinct(lambda r: r.epochs)
+    if epochs not in ([], ["1"]):
+        group.faults.append(f"trained in {' or '.join(epochs)} epochs")
     for what, value in WITHIN.items():
         if len(group.distinct(value)) > 1:
             group.faults.append(f"its runs differ in {what} ({group.listed(value)})")
-    seeds = Counter(run.header.config.get("seed") for run in group.counted)
+    group.faults += group.distinct(unlike_track)
+    seeds = Counter(map(seed_of, group.counted))
     for seed, count in seeds.items():
         if seed is not None and count > 1:
             group.faults.append(f"{count} of its runs have seed {seed}, so they are not independent")
-    if "other" in group.distinct(WITHIN["tracks"]):
-        group.faults.append("it has runs of the track `other`, which holds no records")
+
+
+def unlike_track(run: Run) -> str | None:
+    """Returns why the run is of no track that holds records, None if it is of one, or names none."""
+    if run.track is None:
+        return None
+    if run.track not in tracks.TRACKS:
+        return f"it has runs of the track `{run.track}`, which holds no records"
+    different = tracks.differences(run.track, run.header.config, is_listed(run.path))
+    if not different:
+        return None
+    return f"not of the track `{run.track}`: {'; '.join(different)}"
+
+
+def is_listed(path: str | Path) -> bool:
+    """Tells whether a path is in the folder of a record that records/README.md lists."""
+    listed = (HERE / "README.md").read_text(encoding="utf-8")
+    path = Path(path).resolve()
+    for folder in (path, *path.parents):
+        if f"]({folder.parent.name}/{folder.name}) |" in listed:
+            return True
+    return False
 
 
 def warn_of_baseline(group: Group, base: Group) -> None:
-    """Adds notes on what differs between the group and its baseline."""
+    """Adds notes on what differs between the group and its baseline, or should."""
+    same = {run.identity for run in group.counted} & {run.identity for run in base.counted}
+    if same:
+        group.faults.append(f"{len(same)} of its runs are {base.label}'s, too")
     for name in differences(group, base):
         group.faults.append(f"it differs from {base.label} in {name}")
     steps = group.listed(WITHIN["steps"])
     base_steps = base.listed(WITHIN["steps"])
-    if steps != base_steps:
+    if group.counted and base.counted and steps != base_steps:
         group.notes.append(
             f"it has {steps} steps and {base.label} {base_steps}: "
             "only the p (mean < target) of its own runs shows its loss"
@@ -644,7 +733,7 @@ class Summary(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Holds the difference of two means, and Welch's t-test of it."""
+    """Holds the difference of two means, and a t-test of it."""
 
     delta: float | None
     t: float | None
@@ -679,23 +768,48 @@ def p_below(values: list[float], target: float | None) -> float | None:
     return finite(ttest_1samp(values, target, alternative="less").pvalue)
 
 
-def difference(values: list[float], base: list[float]) -> Difference:
-    """Returns mean(values) - mean(base), and Welch's t-test, which allows unequal variances.
+def difference(values: list[float], base: list[float], in_pairs: bool = False) -> Difference:
+    """Returns mean(values) - mean(base), and a t-test of it.
 
-    With v = sd^2 / n of each sample, 1 and 2:
+    Welch's t-test allows unequal variances. With v = sd^2 / n of each sample, 1 and 2:
         t  = (mean1 - mean2) / sqrt(v1 + v2)
         df = (v1 + v2)^2 / (v1^2 / (n1 - 1) + v2^2 / (n2 - 1))
         p  = P(|T| >= |t|) for Student's T with df degrees of freedom
+    In pairs: with d = value - base of each pair, t = mean(d) / (sd(d) / sqrt(n)), and df = n - 1.
     """
     mean = mean_and_sd(values).mean
     base_mean = mean_and_sd(base).mean
     delta = None if mean is None or base_mean is None else mean - base_mean
-    if not (varies(values) and varies(base)):
-        return Difference(delta, None, None, None)
-    from scipy.stats import ttest_ind
+    from scipy.stats import ttest_ind, ttest_rel
 
-    test = ttest_ind(values, base, equal_var=False)
+    if in_pairs and varies([value - other for value, other in zip(values, base)]):
+        test = ttest_rel(values, base)
+    elif not in_pairs and varies(values) and varies(base):
+        test = ttest_ind(values, base, equal_var=False)
+    else:
+        return Difference(delta, None, None, None)
     return Difference(delta, finite(test.statistic), finite(test.df), finite(test.pvalue))
+
+
+def unpaired(group: Group, base: Group) -> dict[str, Difference]:
+    return {"time": difference(group.times, base.times), "loss": difference(group.losses, base.losses)}
+
+
+def paired(group: Group, base: Group) -> dict[str, Difference]:
+    """Returns the differences in pairs, if both groups have the same seeds, each once; else an empty dict.
+
+    Times only of a folder and its `baseline/`, whose runs alternate: both of a pair met the same machine.
+    """
+    seeds = group.distinct(seed_of)
+    if seeds != base.distinct(seed_of) or not 1 < len(seeds) == len(group.counted) == len(base.counted):
+        return {}
+    group = replace(group, runs=sorted(group.counted, key=seed_of))
+    base = replace(base, runs=sorted(base.counted, key=seed_of))
+    tests = {}
+    if Path(base.runs[0].path).parent == Path(group.runs[0].path).parent / "baseline":
+        tests["time"] = difference(group.times, base.times, in_pairs=True)
+    tests["loss"] = difference(group.losses, base.losses, in_pairs=True)
+    return tests
 
 
 def finite(x) -> float | None:
@@ -712,6 +826,7 @@ class Verdict(NamedTuple):
 
     shown: bool
     text: str
+    claim: str = "record"  # what is shown; "": nothing that could be said
 
 
 def show(x: float | None, spec: str = ".4f") -> str:
@@ -730,18 +845,16 @@ def show_all(values: list, spec: str) -> str:
 
 def mean_verdict(what: str, mean: float | None, limit: float | None, name: str, p: float | None) -> Verdict:
     """Tells whether the mean is shown to be below the limit, which is called `name`."""
-    lower = mean is not None and limit is not None and mean < limit
-    shown = lower and p is not None and p < ALPHA
-    if shown:
-        claim = "is"
-    elif lower:
-        claim = "is not shown to be"
-    else:
-        claim = "is not"
+    if mean is None or limit is None:
+        return Verdict(False, f"there is no mean {what} to compare with {name}")
+    if mean > limit:
+        return Verdict(False, f"the mean {what} is above {name}")
+    if mean == limit:
+        return Verdict(False, f"the mean {what} is not below {name}")
     level = "no p" if p is None else f"p {show_p(p)}"
-    if not shown:
-        level += ", needs"
-    return Verdict(shown, f"the mean {what} {claim} below {name} ({level} < {ALPHA:g})")
+    if p is None or p >= ALPHA:
+        return Verdict(False, f"the mean {what} is not shown to be below {name} ({level}, needs < {ALPHA:g})")
+    return Verdict(True, f"the mean {what} is below {name} ({level} < {ALPHA:g})")
 
 
 def target_verdict(group: Group, target: float | None) -> Verdict:
@@ -753,16 +866,27 @@ def target_verdict(group: Group, target: float | None) -> Verdict:
 
 
 def record_verdict(group: Group, base: Group) -> Verdict:
-    """Tells whether the group is a record over the baseline, and why."""
+    """Tells whether the group is a record over the baseline, and why.
+
+    Public logs name no track, so what they show is no record here. Runs of `other` claim nothing.
+    """
+    lacks_runs = group.lacks_runs or base.lacks_runs
+    if lacks_runs:
+        return Verdict(False, lacks_runs)
     reasons_against = list(group.faults)
     for fault in base.faults:
         reasons_against.append(f"of {base.label}: {fault}")
-    track = WITHIN["tracks"]
-    if not all(map(track, group.counted + base.counted)):
+    named = set(map(WITHIN["tracks"], group.counted + base.counted))
+    claim = "record"
+    if named == {None}:
+        claim = "faster to the target (the logs name no track)"
+    elif named == {"other"}:
+        claim = ""
+    elif None in named:
         reasons_against.append("not every log names its track")
 
     target = min(group.distinct(ALIKE["targets"]), default=group.target)  # the track's, not --target's
-    time_p = difference(group.times, base.times).p
+    time_p = unpaired(group, base)["time"].p
     reasons_for = []
     for verdict in (
         target_verdict(group, target),
@@ -770,8 +894,28 @@ def record_verdict(group: Group, base: Group) -> Verdict:
     ):
         reasons = reasons_for if verdict.shown else reasons_against
         reasons.append(verdict.text)
-    because = [" and ".join(reasons) for reasons in (reasons_against, reasons_for) if reasons]
-    return Verdict(not reasons_against, "; ".join(because))
+    if claim == "record" and not reasons_against:
+        reasons_against += ask_referee(group.counted[0])
+    because = filter(None, ["; ".join(reasons_against), " and ".join(reasons_for)])
+    return Verdict(not reasons_against, ", although ".join(because), claim)
+
+
+def ask_referee(run: Run) -> list[str]:
+    """Returns [] if the referee.txt beside the log says ok to its script; else what is missing.
+
+    A record that is listed already was one by the rules of its time.
+    """
+    if is_listed(run.path):
+        return []
+    path = Path(run.path).parent / referee.FILE_NAME
+    name, _, digits = str(run.header.script).partition(" (sha256 ")
+    preset = run.header.config.get("preset", "cpu")
+    if path.exists():
+        verdict = referee.read_verdict(path)
+        if digits and verdict.script_hash.startswith(digits[:-1]) and verdict.preset == preset:
+            return [] if verdict.passed else [f"{path} does not say ok to each rule"]
+    command = f"python records/referee.py {name} --preset {preset} --log {run.path}"
+    return [f"there is no {path} of this script: `{command}` makes it"]
 
 
 def as_json(groups: list[Group]) -> dict:
@@ -813,8 +957,7 @@ def run_as_json(run: Run) -> dict:
 
 
 def comparison_as_json(group: Group, base: Group) -> dict:
-    time = difference(group.times, base.times)
-    loss = difference(group.losses, base.losses)
+    time, loss = unpaired(group, base).values()
     verdict = record_verdict(group, base)
     return {
         "group": group.label,
@@ -827,7 +970,8 @@ def comparison_as_json(group: Group, base: Group) -> dict:
         "loss_t": loss.t,
         "loss_df": loss.df,
         "loss_p": loss.p,
-        "record": verdict.shown,
+        "paired": {what: test._asdict() for what, test in paired(group, base).items()},
+        "record": verdict.shown and verdict.claim == "record",
         "because": verdict.text,
     }
 
@@ -835,7 +979,9 @@ def comparison_as_json(group: Group, base: Group) -> dict:
 def table(group: Group) -> list[tuple[str, str]]:
     """Returns (name, value) of each line in a group's table. What no log has is left out."""
     per_byte = mean_and_sd([run.per_byte for run in group.counted if run.per_byte is not None]).mean
-    verdict = target_verdict(group, group.target).text if group.counted else "-"
+    verdict = "-"
+    if group.target is not None or not group.distinct(WITHIN["tracks"]):
+        verdict = target_verdict(group, group.target).text
     loss = group.loss
     time = group.time
     rows = [
@@ -884,41 +1030,41 @@ def text_report(groups: list[Group], anyway: bool) -> str:
         names = " and ".join(dict.fromkeys(unlike))
         lines += [f"warning: not the same {names}, so no percentages; --anyway prints them", ""]
     for group in groups:
-        lines.append(group.label)
-        for name, value in table(group):
-            lines.append(f"  {name:18} {value}")
-        for warning in group.warnings:
-            lines.append(f"  warning: {warning}")
+        lines.append(group.lacks_runs or group.label)
+        if group.counted:
+            lines += [f"  {name:18} {value}" for name, value in table(group)]
+            lines += [f"  warning: {warning}" for warning in group.warnings]
         lines.append("")
     for group in others:
-        lines += comparison_lines(group, base, with_percentage=not unlike)
-        lines.append("")
+        if group.counted and base.counted:
+            lines += comparison_lines(group, base, with_percentage=not unlike)
+            lines.append("")
     return "\n".join(lines).rstrip()
 
 
 def comparison_lines(group: Group, base: Group, with_percentage: bool) -> list[str]:
     """Returns the lines of a group's differences from the baseline."""
-    time = difference(group.times, base.times)
-    loss = difference(group.losses, base.losses)
-    time_delta = "-"
-    if time.delta is not None:
-        time_delta = f"{time.delta:+.3f} s"
-        percent = percentage(time.delta, base, 2)
-        if with_percentage and percent:
-            time_delta += f" ({percent})"
+    lines = [f"{group.label} against {base.label}"]
     row = "  {:6}  {:20}  {:9}  {:6}  {}".format
-    lines = [f"{group.label} against {base.label}", row("", "difference", "Welch t", "df", "p (two-sided)")]
-    for what, delta, test in (("time", time_delta, time), ("loss", show(loss.delta, "+.4f"), loss)):
-        lines.append(row(what, delta, show(test.t, ".2f"), show(test.df, ".1f"), show_p(test.p)))
+    pairs = f"in {len(group.counted)} pairs of seeds"
+    for heading, method, tests in (
+        ("difference", "Welch t", unpaired(group, base)),
+        (pairs, "paired t", paired(group, base)),
+    ):
+        if tests:
+            lines.append(row("", heading, method, "df", "p (two-sided)"))
+        for what, test in tests.items():
+            delta = show(test.delta, "+.4f")
+            if what == "time" and test.delta is not None:
+                percent = percentage(test.delta, base, 2)
+                delta = f"{test.delta:+.3f} s"
+                if with_percentage and percent:
+                    delta += f" ({percent})"
+            lines.append(row(what, delta, show(test.t, ".2f"), show(test.df, ".1f"), show_p(test.p)))
     verdict = record_verdict(group, base)
-    lines.append(f"record: {'yes' if verdict.shown else 'no'}, because {verdict.text}")
+    if verdict.claim:
+        lines.append(f"{verdict.claim}: {'yes' if verdict.shown else 'no'}, because {verdict.text}")
     return lines
-
-
-def print_warnings(groups: list[Group]) -> None:
-    for group in groups:
-        for warning in group.warnings:
-            print(f"compare.py: warning: {group.label}: {warning}", file=sys.stderr)
 
 
 def begin_readme(folder: Path, paths: list[str], table: str) -> str:
@@ -937,7 +1083,7 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
         parts.append(textwrap.indent(command, "    "))
     parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return f"{path} is begun, with the table below; say in it what was changed"
+    return f"{path} is begun, with the table below; say in it what was changed, in the title in a few words"
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -1215,77 +1361,87 @@ def flatten(config, name: str = "") -> list[str]:
 
 
 # ============================================================================================================
-# What --update makes: what is between the lines <!-- NAME --> and <!-- end of NAME --> of records/README.md,
-# and pictures, which keep a mark of what was drawn and how, and are drawn again only if that changes.
+# What --update makes: what is between the lines <!-- NAME --> and <!-- /NAME --> of README.md and
+# records/README.md, and pictures, which keep a mark of what was drawn and how, and are drawn again only if
+# that changes.
 # ============================================================================================================
 
 HERE = Path(__file__).resolve().parent
-TRACKS = ("cpu", "words", "gpt2-small")  # those with records
 DATED = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*"
 RECORD_COLUMNS = ["date", "record", "runs", "loss, mean", "p (mean < target)", "time, mean"]
 RECORD_COLUMNS += ["against its baseline", "machine", "commit"]
-# README.md's pictures in bench/curves: {label: log}, then target and constants, which bench/ngram.py printed.
-# They are single runs that validated often, by --set val_every=20 and --val-every: training is the same.
-PICTURES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "curves.png": ({"plain GPT with AdamW": "plain_gpt.txt", "cpu preset": "cpu.txt"}, ("training time, s",)),
-    "ngrams.png": (
-        {"with n-grams, 311 steps": "ngrams.txt", "with bigrams, 431 steps": "no_ngrams.txt"},
-        ("step", "training time, s"),
-    ),
-}
-PICTURES_LINES = [("4-gram", 1.469), ("5-gram", 1.350)]
-# Public records that history.png names, and the name's place: points right of and above the mark.
-NAMED = {
-    1: ("llm.c", 8, -3),
-    3: ("Muon", 8, 2),
-    12: ("FlexAttention", 8, 2),
-    21: ("timed by other rules from here on", 4, 12),
-    53: ("several next tokens", 8, 2),
-    92: ("sampled softmax, ANVIL", -150, -4),
-}
+LEADERBOARD_COLUMNS = ["date", "record", "what", "time, against its baseline"]
 
 
 @dataclass
 class Record:
-    """Holds the runs of a record, and those that it was compared with, if there are any."""
+    """Holds the runs of a record, after those that it was compared with, if there are any."""
 
     folder: Path
-    group: Group
-    baseline: Group | None = None
+    groups: list[Group]
+
+    @property
+    def group(self) -> Group:
+        return self.groups[-1]
+
+    @property
+    def track(self) -> str:
+        return self.folder.parent.name
 
 
-def read_records(errors: list[str]) -> list[Record]:
-    """Returns the records that have finished runs. Adds what could not be read to `errors`."""
+def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
+    """Returns the records, and why other folders hold none. Adds what could not be read to `errors`."""
     folders: list[Path] = []
-    for track in TRACKS:
+    for track in tracks.TRACKS:
         folders += HERE.glob(f"{track}/{DATED}")
     records = []
+    refused = []
     for folder in sorted(folders):
-        baseline = folder / "baseline"
         paths = [str(folder)]
-        if baseline.exists():
-            paths.append(f"baseline={baseline}")
+        if (folder / "baseline").exists():
+            paths.insert(0, str(folder / "baseline"))
         groups, unreadable = read_groups(paths, None)
         errors += unreadable
-        print_warnings(groups[:1])  # the baseline's would compare it with the record
-        if groups[0].counted:
-            record = Record(folder, groups[0])
-            if len(groups) > 1:
-                record.baseline = groups[1]
-            records.append(record)
+        record = Record(folder, groups)
+        reason = "" if is_listed(folder) else refuse(record)
+        if reason:
+            refused.append(f"{folder}: not listed, because {reason}")
         else:
-            print(f"compare.py: warning: {folder}: left out, holds no finished run", file=sys.stderr)
-    return records
+            records.append(record)
+    return records, refused
+
+
+def refuse(record: Record) -> str:
+    """Returns why a new folder holds no record, "" if it holds one."""
+    if record.group.distinct(WITHIN["tracks"]) not in ([], [record.track]):
+        return f"its runs are not of the track `{record.track}`"
+    if len(record.groups) == 1:
+        return record.group.lacks_runs or "it has no baseline/, which it must be faster than"
+    verdict = record_verdict(record.group, record.groups[0])
+    return "" if verdict.shown else verdict.text
 
 
 def record_tables(records: list[Record]) -> str:
     """Returns a Markdown table of each track's records."""
     lines = []
-    for track in TRACKS:
+    for track in tracks.TRACKS:
         lines += [f"### `{track}`", ""]
-        rows = [record_row(record) for record in records if record.folder.parent.name == track]
+        rows = [record_row(record) for record in records if record.track == track]
         lines += markdown_table(RECORD_COLUMNS, rows) if rows else ["None yet.", ""]
     return "\n".join(lines)
+
+
+def leaderboard(records: list[Record]) -> str:
+    """Returns README.md's table of the track `cpu`. What a record is, is the title of its README.md."""
+    rows = []
+    for record in records:
+        if record.track == "cpu":
+            title, _, _ = (record.folder / "README.md").read_text(encoding="utf-8").partition("\n")
+            day, name = record.folder.name.split("_", 1)
+            link = f"[{name}](records/cpu/{record.folder.name})"
+            time, _, _ = time_change(record).partition(",")
+            rows.append([day, link, title.lstrip("# "), time])
+    return "\n".join(markdown_table(LEADERBOARD_COLUMNS, rows))
 
 
 def record_row(record: Record) -> list[str]:
@@ -1294,7 +1450,7 @@ def record_row(record: Record) -> list[str]:
     group = record.group
     return [
         day,
-        f"[{name}]({record.folder.parent.name}/{record.folder.name})",
+        f"[{name}]({record.track}/{record.folder.name})",
         str(len(group.counted)),
         show(group.loss.mean),
         show_p(p_below(group.losses, group.target)),
@@ -1307,117 +1463,53 @@ def record_row(record: Record) -> list[str]:
 
 def time_change(record: Record) -> str:
     """Returns by how many percent the record is faster than its baseline, if they can be compared."""
-    base = record.baseline
-    if base is None or differences(record.group, base):
+    base = record.groups[0]
+    if base is record.group or differences(record.group, base):
         return "-"
     time = difference(record.group.times, base.times)
     percent = percentage(time.delta, base, 1)
     return f"{percent}, p {show_p(time.p)}" if percent else "-"
 
 
-class PublicRecord(NamedTuple):
-    """Holds a line of history.csv."""
-
-    number: str  # repeated: the same record, timed again
-    minutes: str
-    date: str
-    change: str
-    source: str
-
-
-class History(NamedTuple):
-    """Draws the public records' times over their dates."""
-
-    rows: list[PublicRecord]
-
-    @property
-    def mark(self) -> str:
-        return digest([History], self.rows, NAMED)
-
-    def draw(self, path: Path) -> None:
-        fig = new_figure(9, 5)
-        from matplotlib.ticker import NullLocator
-
-        ax: Any = fig.subplots()
-        days = [date.fromisoformat(row.date) for row in self.rows]
-        times = [float(row.minutes) for row in self.rows]
-        ax.step(days, times, "C0", where="post", linewidth=1)
-        drawn = set()
-        for row, day, time in zip(self.rows, days, times):
-            is_repeated = row.number in drawn
-            ax.plot(day, time, "C0o", markersize=4, markerfacecolor="white" if is_repeated else "C0")
-            if int(row.number) in NAMED and not is_repeated:
-                name, right, above = NAMED[int(row.number)]
-                text = f"{row.number}: {name}"
-                ax.annotate(text, (day, time), xytext=(right, above), textcoords="offset points", fontsize=9)
-            drawn.add(row.number)
-        title = "Public NanoGPT speedrun: time to a validation loss of 3.28 on 8 H100s"
-        ax.set(yscale="log", ylim=(0.5, 60), ylabel="time (logarithmic)", title=title)
-        ax.set_yticks([0.5, 1, 2, 3, 5, 10, 20, 45])
-        ax.yaxis.set(major_formatter="{x:g} min", minor_locator=NullLocator())
-        clear(ax)
-        save_figure(fig, path, metadata={"Source": self.mark})
+def with_part(path: Path, name: str, part: str) -> str:
+    """Returns the page's text with this part between the lines <!-- NAME --> and <!-- /NAME -->."""
+    text = path.read_text(encoding="utf-8")
+    pieces = re.split(f"(<!-- /?{name} -->\n)", text)
+    if len(pieces) != 5:
+        raise UserError(f"{path}: needs a line <!-- {name} --> and a line <!-- /{name} -->, for its table")
+    pieces[2] = part
+    return "".join(pieces)
 
 
-def read_history() -> History:
-    """Returns the public records, in order."""
-    with open(HERE / "history.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file))
-    return History(list(map(PublicRecord._make, rows[1:])))
+def pages(records: list[Record]) -> dict[Path, str]:
+    """Returns the new texts of the pages that have tables of the records."""
+    readme = HERE / "README.md"
+    front = HERE.parent / "README.md"
+    return {
+        readme: with_part(readme, "records", record_tables(records)),
+        front: with_part(front, "leaderboard", leaderboard(records)),
+    }
 
 
-def is_current(path: Path, mark: str) -> bool:
-    return path.exists() and mark.encode() in path.read_bytes()
-
-
-def readme_parts(records: list[Record]) -> dict[str, str]:
-    """Returns the generated parts of records/README.md, by name."""
-    history = markdown_table(["#", "minutes", "date", "change", "source"], read_history().rows)
-    return {"records": record_tables(records), "history": "\n".join(history)}
-
-
-def replace_part(text: str, name: str, part: str) -> str:
-    """Replaces what is between the lines <!-- NAME --> and <!-- end of NAME -->."""
-    begin = f"<!-- {name} -->\n"
-    end = f"<!-- end of {name} -->\n"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    return before + begin + part + end + after
-
-
-def find_pictures(records: list[Record], errors: list[str]) -> dict[Path, Picture | History]:
-    """Returns all pictures, by file. Adds what could not be read to `errors`."""
-    pictures: dict[Path, Picture | History] = {HERE / "history.png": read_history()}
-    for record in records:
-        groups = [record.group]
-        if record.baseline is not None:
-            groups.insert(0, record.baseline)
-        pictures[record.folder / "curves.png"] = Picture(groups, [])
-    folder = HERE.parent / "bench/curves"
-    for name, (logs, over) in PICTURES.items():
-        paths = [f"{label}={folder / log}" for label, log in logs.items()]
-        groups, unreadable = read_groups(paths, None)
-        errors += unreadable
-        pictures[folder / name] = Picture(groups, PICTURES_LINES, over)
-    return pictures
+def draw_if_changed(picture: Any, path: Path) -> None:
+    if not path.exists() or picture.mark.encode() not in path.read_bytes():
+        picture.draw(path)
 
 
 def update() -> list[str]:
-    """Writes tables and pictures. Returns what could not be read; then it writes nothing."""
+    """Writes tables and pictures. Returns what is no record.
+
+    If something could not be read, writes nothing, and returns that.
+    """
     errors: list[str] = []
-    records = read_records(errors)
-    pictures = find_pictures(records, errors)
+    records, refused = read_records(errors)
     if errors:
         return errors
-    readme = HERE / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for name, part in readme_parts(records).items():
-        text = replace_part(text, name, part)
-    readme.write_text(text, encoding="utf-8")
-    for path, picture in pictures.items():
-        if not is_current(path, picture.mark):
-            picture.draw(path)
-    return []
+    for path, text in pages(records).items():
+        path.write_text(text, encoding="utf-8")
+    for record in records:
+        draw_if_changed(Picture(record.groups, []), record.folder / "curves.png")
+    return refused
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1434,6 +1526,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if sum(map(bool, (args.paths, args.diff, args.begin, args.update))) != 1:
         parser.error("give logs to compare, or one of --diff, --begin and --update")
+    ignored = []
+    if args.diff or args.update:
+        ignored = ["target", "json", "anyway", "curves"]
+    elif args.begin:
+        ignored = ["json"]
+    elif args.json:
+        ignored = ["anyway"]
+    for option in ignored:
+        if getattr(args, option):
+            parser.error(f"--{option} has no effect with the other options")
 
     errors: list[str] = []
     try:
@@ -1443,10 +1545,8 @@ def main(argv: list[str] | None = None) -> int:
             errors = update()
         else:
             errors = report(args)
-    except UserError as e:
-        errors = [str(e)]
-    except OSError as e:
-        errors = [f"{e.filename}: {e.strerror}"]
+    except (UserError, OSError) as e:
+        errors = [explain(e)]
     except ModuleNotFoundError as e:
         package = e.name.split(".")[0]
         if package not in ("numpy", "scipy", "matplotlib"):
@@ -1468,7 +1568,9 @@ def report(args: argparse.Namespace) -> list[str]:
     groups, errors = read_groups(paths, args.target)
     if args.json:
         print(json.dumps(as_json(groups), indent=1, allow_nan=False))
-        print_warnings(groups)
+        for group in groups:
+            for warning in group.warnings:
+                print(f"compare.py: warning: {group.label}: {warning}", file=sys.stderr)
     else:
         text = text_report(groups, args.anyway)
         if args.begin and not errors:

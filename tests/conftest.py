@@ -72,6 +72,36 @@ class Pool:
         self.folder.cleanup()
 
 
+# What a failed test says at the end, by its marker. The marker's argument says what the test compares.
+HINTS = {
+    "pinned": "{} has changed: for a pull request put the change behind a setting that `record` leaves off "
+    "(docs/testing.md)",
+    "forms": "{} differ: whoever changes one of them changes the other, too (docs/testing.md)",
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Gives the hints of a test's markers to the report of its failure."""
+    report = yield
+    if report.failed:
+        for marker in item.iter_markers():
+            if marker.name in HINTS:
+                report.user_properties.append(("hint", HINTS[marker.name].format(*marker.args)))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints each hint of the failures once."""
+    hints = set()
+    for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
+        for name, text in report.user_properties:
+            if name == "hint":
+                hints.add(text)
+    for hint in sorted(hints):
+        terminalreporter.write_line(hint)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unfreeze():
     """Undoes gc.freeze() of runs that failed in this process: Triton would report leaks at exit."""

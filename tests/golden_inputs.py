@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import train_gpt as tg
+from configs import BASE
 from tokenize_text import shard_header
 
 GOLDEN, GOLDEN92, GOLDEN_FP8 = (
@@ -254,10 +255,16 @@ def loss_weights(plan, model):
     return torch.tensor(plan.loss_weights, dtype=tg.acc_dtype(model.cfg))
 
 
+def fp8_buffers(bank):
+    """Returns what fp8_mlp_weights writes to, for a bank (2n, F, d)."""
+    shapes = bank.unflatten(0, (-1, 2)).shape, bank.mT.unflatten(0, (-1, 2)).shape
+    return [torch.empty(shape, dtype=torch.float8_e4m3fn, device=bank.device) for shape in shapes]
+
+
 def head_of(w, main_grad=None):
     """Returns the Head of a matrix w (d, V), with zeros or `main_grad` as its gradient so far."""
     (spec,) = (row for row in tg.PARAMS if row.name == "lm_head")
-    head = tg.Head(spec, w, tg.CPU, tg.Exchange(0, 1))
+    head = tg.Head(spec, w, BASE, tg.Exchange(0, 1))
     if main_grad is not None:
         head.main_grad = main_grad
     return head
@@ -287,7 +294,7 @@ def write_shard(path, tokens, vocab_size=0, bos_id=0, text_bytes=0):
 
 def batch_plan(batch_tokens, max_doc_len):
     """Returns the plan of a step with such a batch, without candidates."""
-    return tg.plan_step(tg.CPU, 0)._replace(batch_tokens=batch_tokens, max_doc_len=max_doc_len)
+    return tg.plan_step(BASE, 0)._replace(batch_tokens=batch_tokens, max_doc_len=max_doc_len)
 
 
 def random_documents(rng, count, vocab_size, bos_id, max_doc_len=200):

@@ -38,13 +38,21 @@ WAIT = 200
 GRACE = 3
 # The cpu preset at a size that takes seconds: all layers and stages. It validates before steps 0, 3 and 6,
 # and at the end; embed is untied after step 5. It has bigram_embed, tests of n-grams set theirs. And all that
-# the model can have: the copy pointer, signs, XSA, later targets, prefixes.
+# the model can have: the copy pointer, signs, XSA, later targets, prefixes. What another cpu preset may have
+# otherwise is set, too, but for the number of its stages.
 TINY = """
-heads=2 head_dim=8 mlp_dim=32 ngrams.orders= bigram_vocab_size=320 samples=0 microbatches=8
-val_slices=3 val_slice_tokens=256 val_every=3
-stages.0.steps=2 stages.1.steps=1 stages.2.steps=1 stages.3.steps=4 stages.3.lr_mul=1 stages.*.max_doc_len=40
-pointer_dim=8 sign_rows=64 layers.1.xsa=true layers.3.xsa=true stages.0.prefix=0.25 stages.1.prefix=0.2,0.1
-stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5
+heads=2 head_dim=8 mlp_dim=32 mix_groups=4 mudd_dim=64 ngrams.orders= bigram_vocab_size=320 padded_vocab=264
+pointer_dim=8 pointer_window=2560 sign_rows=64 layers.1.xsa=true layers.3.xsa=true window_unit=16
+softcap.scale=30 softcap.shift=0 softcap.span=7.5 attn_scale=0.25 narrow_attn_scale=0.4
+samples=0 microbatches=8 val_slices=3 val_slice_tokens=256 val_every=3 val_windows.short=6 val_windows.long=20
+attention_cap=0 adam_lr=0.008 bank_lr=0.023 bank_wd=2.25 late_updates_from=58 two_momenta_from=90
+cooldown_frac=0.4 momentum_max=0.93 momentum_warmup=90 momentum_cooldown=16
+stages.*.max_doc_len=40 stages.*.mtp=1 stages.*.prefix=
+stages.0.windows.short=3 stages.1.windows.short=4 stages.2.windows.short=5 stages.3.windows.short=6
+stages.0.windows.long=9 stages.1.windows.long=10 stages.2.windows.long=11 stages.3.windows.long=13
+stages.0.steps=2 stages.1.steps=1 stages.2.steps=1 stages.3.steps=4
+stages.0.lr_mul=1 stages.1.lr_mul=1.52 stages.2.lr_mul=1.73 stages.3.lr_mul=1
+stages.0.prefix=0.25 stages.1.prefix=0.2,0.1 stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5
 stages.0.batch_tokens=192 stages.1.batch_tokens=256 stages.2.batch_tokens=384 stages.3.batch_tokens=384
 """.split()
 

@@ -24,14 +24,8 @@ from test_distributed import (  # noqa: F401 (a fixture)
 
 GOLDEN = GOLDEN92["f_endings"]
 TINY = GOLDEN["tiny"]
-TAIL_EMA, TAIL_AVERAGE, VALUE_AVERAGE, QK_BLEND, VO_BLEND = tg.RECORD.averages
-# By the golden name of an accumulator, the rows that keep it.
-ROWS = {
-    "tail_ema": [TAIL_EMA],
-    "tail_average": [TAIL_AVERAGE],
-    "value_average": [VALUE_AVERAGE],
-    "bank_blend": [QK_BLEND, VO_BLEND],
-}
+# By the golden name of an accumulator, the rows of the record preset's averages that keep it.
+ROWS = {"tail_ema": [0], "tail_average": [1], "value_average": [2], "bank_blend": [3, 4]}
 
 
 def close(value, golden):
@@ -59,12 +53,13 @@ def weights_of(rates):
     return weights
 
 
+@pytest.mark.pinned("averages of the record preset")
 @pytest.mark.parametrize("name", ROWS)
 def test_the_records_averages(name):
     """Compares the ticks, and the weights of the parameters after them."""
     golden = GOLDEN["full_size"][name]
     for row in ROWS[name]:
-        rates = tg.tick_rates(row, 1194)
+        rates = tg.tick_rates(tg.RECORD.averages[row], 1194)
         assert len(rates) == golden["ticks"]
         assert sum(rates) == golden["steps_sum"]
         ticks = as_golden(rates)
@@ -78,6 +73,7 @@ def test_the_records_averages(name):
         assert close(sum(w * (1193 - step) for step, w in weights.items()), golden["mean_age"])
 
 
+@pytest.mark.pinned("averages of the record preset")
 def test_the_last_iterates_weight_in_what_is_shipped():
     want = GOLDEN["full_size"]["last_iterates_weight_in_what_is_shipped"]
     want |= {"embed": want["lm_head"], "vo_bank": want["vo_and_mlp"], "mlp_bank": want["vo_and_mlp"]}
@@ -105,20 +101,23 @@ def test_tick_rates(row, steps, want):
 # ---- tiny runs of given weights ----------------------------------------------------------------------------
 
 WINDOWS = TINY["windows"]
-TINY_ENDINGS = (
-    replace(
-        TAIL_EMA,
-        window=WINDOWS["tail_ema"],
-        rate=1 - (1 - 2 / 15) ** 2,
-        last_rate=2 / 15,
-        also=(WINDOWS["tail_ema"] - 1,),
-    ),
-    replace(TAIL_AVERAGE, window=WINDOWS["tail_average"]),
-    replace(VALUE_AVERAGE, window=WINDOWS["value_average"]),
-    replace(QK_BLEND, window=WINDOWS["bank_blend"], rate=2 / (WINDOWS["bank_blend"] // 4 + 1)),
-    replace(VO_BLEND, window=WINDOWS["bank_blend"], rate=2 / (WINDOWS["bank_blend"] // 4 + 1)),
-)
+TINY_CHANGES = {
+    "tail_ema": {
+        "window": WINDOWS["tail_ema"],
+        "rate": 1 - (1 - 2 / 15) ** 2,
+        "last_rate": 2 / 15,
+        "also": (WINDOWS["tail_ema"] - 1,),
+    },
+    "tail_average": {"window": WINDOWS["tail_average"]},
+    "value_average": {"window": WINDOWS["value_average"]},
+    "bank_blend": {"window": WINDOWS["bank_blend"], "rate": 2 / (WINDOWS["bank_blend"] // 4 + 1)},
+}
 ACCUMULATORS = "tail_ema", "tail_average", "value_average", "bank_blend", "bank_blend"  # of these rows
+
+
+def tiny_averages():
+    """Returns the record preset's averages, for a run as short as the golden one."""
+    return tuple(replace(row, **TINY_CHANGES[name]) for row, name in zip(tg.RECORD.averages, ACCUMULATORS))
 
 
 def tiny_weights(step):
@@ -141,7 +140,7 @@ def run_tiny(rank, world_size, dtype):
     # Two stages: lm_head and embed are untied in the second one.
     stages = tuple(replace(tg.CPU.stages[0], steps=steps) for steps in (TINY["N"] - 2, 2))
     rows = tuple(row for row in tg.PARAMS if row.name in TINY["shapes"])
-    cfg = replace(with_dtype(tg.CPU, dtype), stages=stages, averages=TINY_ENDINGS, params=rows)
+    cfg = replace(with_dtype(tg.CPU, dtype), stages=stages, averages=tiny_averages(), params=rows)
     params = {}
     for name, t in tiny_weights(0).items():
         params[name] = torch.nn.Parameter(t.to(tg.dtype_of(dtype)))
@@ -163,6 +162,7 @@ def run_tiny(rank, world_size, dtype):
     return averages, {name: p.detach() for name, p in params.items()}
 
 
+@pytest.mark.pinned("averages of the record preset")
 def test_the_tiny_run():
     """Compares all averages after each of their ticks, and what is shipped, in fp64."""
     averages, final = run_tiny(0, 1, "float64")
@@ -192,6 +192,7 @@ def tiny_bits(rank, world_size):
     return bits
 
 
+@pytest.mark.pinned("averages of the record preset")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_bits_that_the_tiny_run_ships(workers, world_size):
     """Weights in bf16, averages in fp32, each write rounded to bf16."""

@@ -92,6 +92,11 @@ def make_folder(name):
     return lambda folder: (folder / name).mkdir()
 
 
+def make_zip(folder):
+    with zipfile.ZipFile(folder / "photos.zip", "w") as file:
+        file.writestr("data.pkl", "mine")
+
+
 def other_corpus(folder):
     shutil.copytree(folder / "corpus", folder / "other")
     set_token(FIRST, 9, 0)(folder)
@@ -228,6 +233,10 @@ WRONG = """--preset huge
 --set params.scalars.optimizer=anvil
 --set params.qk_bank.optimizer=lion
 --set params.qk_bank.exchange=sparse
+--set params.qk_bank.betas=.8,.9
+--set params.*.betas=.8,.9
+--set params.lm_head.matrix_lr_mul=2
+--set params.mlp_bank.optimizer=adam
 --set layers.8.mudd=true
 --set ngrams.rows_per_order=1
 --set ngrams.orders=2,2
@@ -284,6 +293,8 @@ CASES = [
     Case("a folder in place of the n-gram rows", "--save model.pt", make_folder("model.pt.ngrams0")),
     Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
     Case("a text in place of the model", "--save notes.md", write_text("notes.md", "mine")),
+    Case("another program's zip file in place of the model", "--save photos.zip", make_zip),
+    Case("a text whose name looks like a table", "--save my.ngrams.txt", write_text("my.ngrams.txt", "mine")),
     Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
     Case("a link to a missing folder", "--save link.pt",
          lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
@@ -311,6 +322,7 @@ CASES = [
     Case("--resume nowhere"),
     Case(f"{RESUME} --set params.embed.wd_mul=7"),
     Case(f"{RESUME} --seed 1"),
+    Case(f"{RESUME} --name Another"),
     Case("--resume of a folder", f"--resume {ATTEMPTS}", fixture="stopped"),
     Case("--resume with other data", RESUME, set_token(FIRST, 9, 0)),
     Case("--resume with fewer processes", RESUME, fixture="stopped_pair"),

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import prefetch_exchange, random_documents, same_bits, write_shard
 from launch import WAIT
 
@@ -23,10 +24,10 @@ VOCAB, BOS = 257, 256
 def config(folder, microbatches=8, **changes):
     """Returns a config with stages that start at odd and even steps, and micro-batches of 30 to 60 tokens."""
     stages = []
-    for stage, steps, T, max_doc_len in zip(tg.CPU.stages, (3, 2, 3, 3), (30, 60, 45, 60), (20, 50, 50, 50)):
+    for stage, steps, T, max_doc_len in zip(BASE.stages, (3, 2, 3, 3), (30, 60, 45, 60), (20, 50, 50, 50)):
         stage = replace(stage, steps=steps, batch_tokens=microbatches * T, max_doc_len=max_doc_len)
         stages.append(stage)
-    cfg = replace(tg.CPU, data=str(folder), ngrams=tg.Ngrams(), bigram_vocab_size=640)
+    cfg = replace(BASE, data=str(folder), ngrams=tg.Ngrams(), bigram_vocab_size=640)
     return replace(cfg, microbatches=microbatches, stages=tuple(stages), **changes)
 
 
@@ -199,7 +200,7 @@ def test_inputs_of_equal_shapes_have_equal_addresses(folder):
     for _ in range(cfg.steps):
         for part in batches.next().micro_batches:
             packed = part._replace(segments={})
-            moved = tg.move(packed, torch.device("cpu"), model.input_buffer)
+            moved = tg.move(packed, torch.device("cpu"), model.fixed_buffer)
             assert same_bits(tensors_of(moved), tensors_of(packed))
             assert moved.inputs.data_ptr() != packed.inputs.data_ptr()
             found = [t.data_ptr() for t in tensors_of(moved)]

@@ -15,8 +15,10 @@ from pathlib import Path
 import compare
 import numpy as np
 import pytest
+import referee
 from compare import MeanPoint, Point
 from matplotlib.figure import Figure
+from tracks import TRACKS
 
 ROOT = Path(compare.__file__).resolve().parent.parent
 FIXTURES = json.loads((ROOT / "tests" / "log_fixtures.json").read_text())
@@ -83,8 +85,9 @@ def own_log(
     **options,
 ):
     """Returns a log as train_gpt.py writes it."""
-    settings = {"track": "cpu", "target": 3.28, "seed": next(SEEDS), "val_slices": 128, "length": 1.0}
-    config = f"config: {json.dumps(settings | dict(config))}\ndata: {data}"
+    settings = TRACKS["gpt2-small"] | {"track": "gpt2-small", "preset": "record", "length": 1.0}
+    settings |= {"seed": next(SEEDS)} | dict(config)
+    config = f"config: {json.dumps(settings)}\ndata: {data}"
     ending = f"peak memory allocated: 31253 MiB reserved: 46520 MiB\n{closing}"
     return f"{source}\n{RULE}\n{header}\n{config}\n{RULE}\n{steps(loss, seconds, **options)}\n{ending}"
 
@@ -118,6 +121,19 @@ def write_runs(folder, losses, times, **options):
     for loss, time in zip(losses, times, strict=True):
         logs.append(own_log(loss, time, **options))
     write(folder, *logs)
+
+
+def write_referee(folder, script_hash="0123", preset="record", **results):
+    """Writes a referee.txt that says ok to every rule but those that are given."""
+    lines = [f"script: train_gpt.py sha256 {script_hash:0<64}", f"preset: {preset}", "log: 0.txt", ""]
+    for i, rule in enumerate(referee.RULES, 1):
+        lines.append(f"{i:2}  {rule:30} {results.get(rule, 'ok')}")
+    Path(folder, referee.FILE_NAME).write_text("\n".join(lines) + "\n")
+
+
+def last_line(run, command):
+    """Returns the last line of what compare.py prints, which is the verdict."""
+    return run(command)[1].splitlines()[-1]
 
 
 def read(text):
@@ -191,7 +207,7 @@ def test_what_screens_and_launchers_do_to_lines(run):
     closing = "peak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: above"
     text = f"{HEADER}\n{steps()}\n{closing}"
     (plain,), _ = read(text)
-    assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, 2)
+    assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, "2")
     for form in SCREENS:
         assert read("\n".join(map(form.format, text.splitlines()))) == ([plain], []), form
 
@@ -200,12 +216,12 @@ def test_what_a_verdict_needs_is_read_after_any_text(run):
     """Losses, epochs and the target, though not the rest."""
     text = f"{HEADER}\n{steps()}\nepochs: 2\ntarget 1.07: above"
     (found,), _ = read("\n".join(f"INFO trainer {line}" for line in text.splitlines()))
-    assert (found.curve[-1].loss, found.target, found.epochs, found.counted) == (3.2785, 1.07, 2, False)
+    assert (found.curve[-1].loss, found.target, found.epochs, found.counted) == (3.2785, 1.07, "2", False)
 
 
 def test_without_a_target_there_is_no_verdict(run):
-    """A target that is no number is none."""
-    Path("screen.log").write_text(f"{steps(3.2)}\ntarget nan: not below\n")
+    """A target that is no number, or none above 0, is none."""
+    Path("screen.log").write_text(f"{steps(3.2)}\ntarget nan: not below\ntarget 0.0: not below\n")
     Path("other.log").write_text(steps(3.1))
     code, out, _ = run("a=screen.log a=other.log")
     assert code == 0 and re.findall("verdict +(.*?):", out) == ["no log names a target"]
@@ -228,6 +244,24 @@ def test_a_validation_that_cannot_be_read_is_named(run, line):
     code, out, err = run("log")
     assert (code, "3.2700" in out) == (2, True)
     assert err == f"compare.py: log:{first.count(chr(10)) + 2}: cannot read this validation: {line!r}\n"
+
+
+@pytest.mark.parametrize("value", ["-95000ms", "nanms", "9,5ms"])
+def test_a_time_that_is_none_is_named(run, value):
+    """A negative time would make any group a faster one."""
+    text = own_log(3.27, 95)
+    log = re.sub(r"(val_loss:3.2700 train_time:)\S+", rf"\g<1>{value}", text)
+    assert log != text
+    Path("log").write_text(log)
+    code, out, err = run("log")
+    assert (code, "cannot read this validation" in err, "no run of log counts" in out) == (2, True, True)
+
+
+@pytest.mark.parametrize("value", ["-3.27", "-inf", "-1e3"])
+def test_a_negative_loss_is_named(run, value):
+    Path("log").write_text(own_log(3.27, 95).replace("val_loss:3.2700", f"val_loss:{value}"))
+    code, _, err = run("log")
+    assert code == 2 and "cannot read this validation" in err
 
 
 OURS = text_of(FIXTURES[-3])
@@ -314,15 +348,82 @@ def test_which_runs_count(run):
     assert (group["loss_mean"], group["p_target"], group["meets_target"]) == (None, None, False)
 
 
+CLOSINGS = {  # lines after the last step; why the run is left out
+    "val_loss: 3.269951\n": "",
+    "val_loss: 3.2601\n": "its line 'val_loss: 3.2601' contradicts 3.27 before it",
+    "val_loss: nan\n": "its line 'val_loss: nan' contradicts",
+    "val_loss: low\n": "its line 'val_loss: low' contradicts",
+    "train_time_ms: 95000\n": "",
+    "train_time_ms: 94999\n": "its line 'train_time_ms: 94999' contradicts 95000 before it",
+    "steps: 499\n": "its line 'steps: 499' contradicts 500",
+    "epochs: 1\n": "",
+    "epochs: 3\n": "trained in 3 epochs",
+    "epochs: two\n": "trained in two epochs",
+    "epochs: 1.5\n": "trained in 1.5 epochs",
+    "epochs: -1\n": "trained in -1 epochs",
+    "epochs:\n": "",  # no line of ours
+}
+
+
+@pytest.mark.parametrize("line", CLOSINGS)
+def test_a_closing_line_that_says_something_else_voids_the_run(run, line):
+    Path("log.txt").write_text(own_log(3.27, 95, closing=f"{line}complete: yes\n"))
+    code, out, _ = run("log.txt")
+    reason = CLOSINGS[line]
+    assert code == 0
+    if reason:
+        assert out.startswith("no run of log counts (") and reason in out
+    else:
+        assert "losses             3.2700" in out
+
+
+def test_a_diverged_run_agrees_with_its_closing_line(run):
+    """It counts against its group."""
+    Path("log.txt").write_text(own_log(math.nan, 95, closing="val_loss: nan\ncomplete: yes\n"))
+    assert "runs (n)           1" in run("log.txt")[1]
+
+
+def test_a_group_without_runs_that_count_says_so_and_nothing_else(run):
+    write("a", 3.27, 3.26)
+    write("b", *[own_log(3.2, 80, closing="epochs: 2\ncomplete: yes\n")] * 2)
+    for command in ("a b", "b a"):
+        code, out, _ = run(command)
+        text = "no run of b counts (trained in 2 epochs)\n"
+        parts = out.strip().split("\n\n")
+        assert code == 0 and len(parts) == 2 and text.strip() in parts
+    out, _ = read_json(run, "a b")
+    (comparison,) = out["comparisons"]
+    assert (comparison["record"], comparison["because"]) == (False, text.strip())
+
+
+OWN_TEXT = {"track": "other", "data": "data/mine", "target": 1.07}
+
+
+def test_a_small_text_is_compared_without_a_target(run):
+    """Its runs read it in several epochs. They are no record, and nothing says that they should be one."""
+    for name, loss in ("a", 2.1), ("b", 2.0):
+        texts = []
+        for i in range(3):
+            closing = "epochs: 5\ncomplete: yes\n"
+            texts.append(own_log(loss + i / 100, 90 + i, config=OWN_TEXT, closing=closing))
+        write(name, *texts)
+    code, out, _ = run("a b")
+    assert code == 0 and out.count("runs (n)           3") == 2 and out.count("trained in 5 epochs") == 2
+    assert "  loss    -0.1000               -12.25" in out
+    for word in ("target", "verdict", "record:", "1.07"):
+        assert word not in out
+    assert "below the target 3" in run("a b --target 3")[1]
+
+
 MIXED = [  # what the second of two runs has, and the warning
     (dict(total=525), "steps (500; 525)"),
     (
         dict(header=HEADER.replace("0123", "45")),
         "scripts (train_gpt.py (sha256 0123); train_gpt.py (sha256 45))",
     ),
-    (dict(config={"track": "other"}), "tracks (cpu; other)"),
+    (dict(config={"track": "other"}), "tracks (gpt2-small; other)"),
     (dict(header=ON_A100), "hardware (8 x NVIDIA A100; 8 x NVIDIA H100)"),
-    (dict(config={"val_slices": 64}), "val_slices (64; 128)"),
+    (dict(config={"val_slices": 64}), "val_slices (40; 64)"),
     (dict(data="cd34 (9 tokens)"), "data (ab12; cd34)"),
     (dict(config={"target": 2.92}), "targets (2.92; 3.28)"),
 ]
@@ -341,11 +442,11 @@ def test_warnings_about_what_is_mixed(run):
     # Seeds may repeat between groups, but not within one.
     write("mixed")
     for i, seed in enumerate([3, 4, 3, 3]):
-        Path(f"mixed/{i}.txt").write_text(own_log(3.27, 90 + i, config={"seed": seed}))
+        Path(f"mixed/{i}.txt").write_text(own_log(3.26, 90 + i, config={"seed": seed}))
     assert read_json(run, "base mixed")[1].count("warning") == 1
 
 
-RECORDS = [  # which logs are changed, how; whether the group `new` is a record over `base`
+RECORDS = [  # which logs are changed, how; whether the group `new` is a record over `base`, None: not said
     ("new", {}, "yes"),
     ("new", {"total": 400}, "yes"),
     ("new/4", {"closing": "", "loss": 3.4}, "yes"),  # left out
@@ -354,7 +455,8 @@ RECORDS = [  # which logs are changed, how; whether the group `new` is a record 
     ("new", {"seconds": 94.99}, "no"),
     ("new", {"seconds": 99}, "no"),
     ("new", {"config": {"seed": 1}}, "no"),
-    ("", {"config": {"track": "other"}}, "no"),
+    ("new", {"config": {"track": "other"}}, "no"),
+    ("", {"config": {"track": "other"}}, None),
     ("new/4", {"config": {"track": None}}, "no"),
     ("base", {"header": HEADER.replace("world_size 8", "world_size 4")}, "no"),
 ]
@@ -372,9 +474,101 @@ def test_record(run):
                 options["loss"] += i / 999
                 options["seconds"] += i / 9
                 Path(name).write_text(own_log(**options))
+        write_referee("new")
         out = run("base new --target 9")[1]  # a record is of the track's target
-        assert f"\nrecord: {answer}, because" in out, change
+        answers = re.findall("^record: (.*?), because", out, re.MULTILINE)
+        assert answers == ([answer] if answer else []), change
         assert ("steps and base 500" in out) == ("total" in change)
+
+
+EDITED = {  # a setting of the preset in the log; what the verdict says of it
+    "target": (3.5, "target is 3.5, not 3.28"),
+    "val_slices": (1, "val_slices is 1, not 40"),
+    "val_slice_tokens": (4096, "val_slice_tokens is 4096, not 262144"),
+    "vocab_size": (257, "vocab_size is 257, not 50257"),
+    "data": ("data/mine", "data is data/mine, not data/fineweb10B"),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edited_preset_is_not_of_the_track(run, name):
+    """Whatever the log says: it would call itself below a target of its own."""
+    value, reason = EDITED[name]
+    for group, seconds in (("base", 95), ("new", 90)):
+        write_runs(group, LOSSES, [seconds + i / 9 for i in range(5)], config={name: value})
+    write_referee("new")
+    assert f"record: no, because not of the track `gpt2-small`: {reason}; of base: not " in last_line(
+        run, "base new"
+    )
+
+
+def test_a_slower_group_is_above_its_baseline(run):
+    """The p of such a difference may be small, too."""
+    write_runs("base", [3.27, 3.271, 3.272], [90, 90.1, 90.2])
+    write_runs("new", [3.27, 3.271, 3.273], [99, 99.1, 99.2])
+    assert "the mean time is above base's, although the mean loss" in last_line(run, "base new")
+
+
+def test_logs_that_name_no_track_are_no_record_of_this_project(run):
+    """Those of the public speedrun. What they show is said all the same."""
+    for group, seconds in (("old", 95), ("new", 90)):
+        texts = []
+        for i in range(4):
+            texts.append(steps(3.27 + i / 1000, seconds + i / 9))
+        write(group, *texts)
+    assert last_line(run, "old new --target 3.28") == (
+        "faster to the target (the logs name no track): yes, because the mean loss is below the target 3.28 "
+        "(p 0.0005 < 0.01) and the mean time is below old's (p 4.6e-09 < 0.01)"
+    )
+    assert read_json(run, "old new --target 3.28")[0]["comparisons"][0]["record"] is False
+
+
+def write_pair_of_groups(base, new):
+    """Writes two groups of the same seeds: that of a record, if these are its folders."""
+    for folder, seconds in ((base, 95), (new, 90)):
+        texts = []
+        for i in range(4):
+            texts.append(own_log(3.27 + i / 1000, seconds + i / 9, config={"seed": i}))
+        write(folder, *texts)
+
+
+REFEREES = {  # what referee.txt says; what the verdict says
+    "ok": ({}, "yes, because the mean loss"),
+    "other script": ({"script_hash": "4567"}, "no, because there is no new/referee.txt of this script: "),
+    "other preset": ({"preset": "cpu"}, "no, because there is no new/referee.txt of this script: "),
+    "broken": ({"causal": "broken: at 7"}, "no, because new/referee.txt does not say ok to each rule"),
+    "not shown": (
+        {"the clock": "not shown: why"},
+        "no, because new/referee.txt does not say ok to each rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("says, answer", REFEREES.values(), ids=REFEREES)
+def test_a_record_needs_the_referee(run, says, answer):
+    write_pair_of_groups("base", "new")
+    write_referee("new", **says)
+    assert last_line(run, "base new").startswith(f"record: {answer}")
+    assert "referee.txt" not in run("new")[1]  # it is no log
+
+
+def test_the_referees_command_is_named_when_all_else_is_shown(run):
+    write_pair_of_groups("base", "new")
+    command = "python records/referee.py train_gpt.py --preset record --log new/0.txt"
+    assert f"no new/referee.txt of this script: `{command}` makes it, although the mean" in last_line(
+        run, "base new"
+    )
+    write("new", own_log(3.4, 90.0, config={"seed": 0}))
+    assert "referee" not in last_line(run, "base new")
+
+
+def test_a_run_in_both_groups_makes_no_record(run):
+    write_pair_of_groups("base", "new")
+    write_referee("new")
+    shutil.copy("base/0.txt", "new/4.txt")
+    assert "1 of its runs are base's, too; " in last_line(run, "base new")
+    Path("new/4.txt").write_text(steps(3.27, 95))  # what it printed on the screen
+    assert "1 of its runs are base's, too; " in last_line(run, "base new")
 
 
 def test_no_percentage_between_machines_or_data(run):
@@ -516,8 +710,8 @@ new against old
           difference            Welch t    df      p (two-sided)
   time    -0.750 s (-0.78 %)    -15.92     5.6     6.6e-06
   loss    +0.0003               0.40       6.0     0.7006
-record: no, because the mean loss is not shown to be below the target 3.28 (p 0.0423, needs < 0.01); \
-the mean time is below old's (p 6.6e-06 < 0.01)
+record: no, because the mean loss is not shown to be below the target 3.28 (p 0.0423, needs < 0.01), \
+although the mean time is below old's (p 6.6e-06 < 0.01)
 """
 
 
@@ -531,7 +725,7 @@ def test_a_report(run):
     assert run("old=base new") == (0, REPORT, "")
     out, _ = read_json(run, "old=base new")
     (result,) = out["comparisons"]
-    assert " ".join(f"{value:.5g}" for value in list(result.values())[2:-2]) == (
+    assert " ".join(f"{value:.5g}" for value in list(result.values())[2:-3]) == (
         "-0.7498 -15.922 5.6432 6.621e-06 0.00030667 0.40359 5.9511 0.70062"
     )
 
@@ -540,7 +734,7 @@ def test_verdicts(run):
     write_runs("runs", LOSSES, TIMES, config={"target": 3.285})
     (group,) = read_json(run, "runs")[0]["groups"]
     assert group["meets_target"]
-    assert "the mean loss is not below the target 3.27 (p" in run("runs --target 3.27")[1]
+    assert "the mean loss is above the target 3.27\n" in run("runs --target 3.27")[1]
 
 
 def test_what_is_not_defined_is_null(run, recwarn):
@@ -556,9 +750,60 @@ def test_what_is_not_defined_is_null(run, recwarn):
         "3.27 None None None False",
     ]
     known = {name: value for name, value in out["comparisons"][1].items() if value is not None}
-    assert "no p" in known.pop("because")
-    assert known == {"group": "llmc", "baseline": "one", "loss_delta": 0.0, "record": False}
+    assert "there is no mean time to compare with one's" in known.pop("because")
+    expected = {"group": "llmc", "baseline": "one", "loss_delta": 0.0, "paired": {}, "record": False}
+    assert known == expected
     assert run("same times")[0] == 0 and not recwarn.list  # one of the two does not vary
+
+
+PAIRED = """
+          difference            Welch t    df      p (two-sided)
+  time    -0.950 s (-1.14 %)    -0.53      6.0     0.6182
+  loss    -0.0100               -1.11      6.0     0.3113
+          in 4 pairs of seeds   paired t   df      p (two-sided)
+  time    -0.950 s (-1.14 %)    -14.72     3.0     0.0007
+  loss    -0.0100               -24.49     3.0     0.0001
+record:"""
+
+
+def write_pairs(base, new, seeds=(0, 1, 2, 3)):
+    """Writes runs of seeds 0 to 3, and others with these seeds, in the other order of files."""
+    logs = []
+    base_logs = []
+    for i, (loss, time) in enumerate([(0.009, 0.9), (0.011, 1.0), (0.010, 0.8), (0.010, 1.1)]):
+        base_loss = 3.26 + i / 100
+        base_time = 80 + 2 * i
+        base_logs.append(own_log(base_loss, base_time, config={"seed": i}))
+        logs.append(own_log(base_loss - loss, base_time - time, config={"seed": seeds[i]}))
+    write(base, *base_logs)
+    write(new, *reversed(logs))
+
+
+def test_runs_of_equal_seeds_are_compared_in_pairs(run):
+    """Checks numbers that numpy gave: t = mean(d) / (sd(d) / sqrt(4)), d the difference of each pair."""
+    write_pairs("new/baseline", "new")
+    assert PAIRED in run("new/baseline new")[1]
+    paired = read_json(run, "new/baseline new")[0]["comparisons"][0]["paired"]
+    assert " ".join(f"{value:.5g}" for value in paired["loss"].values()) == "-0.01 -24.495 3 0.00014916"
+
+
+def test_times_are_paired_only_if_the_runs_alternated(run):
+    write_pairs("base", "new")
+    out = run("base new")[1]
+    assert PAIRED.replace("  time    -0.950 s (-1.14 %)    -14.72     3.0     0.0007\n", "") in out
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 2, 4), (0, 1, 2, 2), (0, 1, 2, None)])
+def test_other_seeds_are_not_paired(run, seeds):
+    write_pairs("new/baseline", "new", seeds)
+    assert "pairs" not in run("new/baseline new")[1]
+
+
+def test_pairs_that_all_differ_alike_have_no_test(run, recwarn):
+    write("base", own_log(3.27, 90, config={"seed": 1}), own_log(3.28, 91, config={"seed": 2}))
+    write("new", own_log(3.27, 92, config={"seed": 1}), own_log(3.28, 93, config={"seed": 2}))
+    assert "  loss    +0.0000               -          -       -\n" in run("base new")[1]
+    assert not recwarn.list
 
 
 # ---------------------------------------------------------------------------------------------------- reports
@@ -684,7 +929,7 @@ def test_diff(run):
     code, out, _ = run("--diff a.txt b.txt")
     changes = re.findall(r"^[-+](?!.*\.txt).*", out, re.MULTILINE)
     assert " ".join(changes) == (
-        '-layers.1.window: "short" +layers.1.window: "long" -script: "train_gpt.py (sha256 0123)" +new: 0.5 '
+        '-layers.1.window: "short" +layers.1.window: "long" +new: 0.5 -script: "train_gpt.py (sha256 0123)" '
         '+script: "train_gpt.py (sha256 0123)4" -y = 2 +y = 3'
     )
     assert run("--diff a.txt a.txt")[1] == "config\n  no difference\nscript\n  no difference\n"
@@ -707,6 +952,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
     code, out, err = run(f"runs {others}")
     assert code == 2 and "3.2700" in out
     named = re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE)
+    named[-1] = Path(named[-1]).name  # the system names the whole path
     assert named == ["runs/dangling.txt"] + others.split()
     latin = own_log(3.27, source="\xff\xfe", header=HEADER.replace("H100", "H\xe9"))
     Path("latin.txt").write_bytes(latin.encode("latin-1"))
@@ -715,6 +961,11 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
 
 
 ODD = [  # values that a fork's or an edited config may have
+    '"target": 0',
+    '"target": -1.07',
+    '"val_slices": 0',
+    '"val_slice_tokens": -4096',
+    '"vocab_size": 0',
     '"seed": [1]',
     '"val_slices": {"a": 1}',
     '"val_slice_tokens": "4096"',
@@ -747,13 +998,17 @@ def test_curves_need_no_notebook(run):
 
 def test_curves_are_written_through_a_link(run):
     write("runs", 3.27)
-    Path("old.png").write_bytes(b"\x89PNG old")
+    Path("old.png").write_bytes(b"\x89PNG old, by Matplotlib")
     Path("link.png").symlink_to("old.png")
     assert run("runs --curves link.png")[0] == 0
     assert Path("link.png").is_symlink() and len(Path("old.png").read_bytes()) > 1000
 
 
 BAD_USAGE = ["", "x --diff a b", "--begin a --update"]
+# Options that would have no effect.
+BAD_USAGE += [f"--diff a b {option}" for option in ("--json", "--anyway", "--curves a.png", "--target 3")]
+BAD_USAGE += [f"--update {option}" for option in ("--json", "--anyway", "--curves a.png", "--target 3")]
+BAD_USAGE += ["--begin a --json", "a b --json --anyway"]
 BAD_USAGE += [f"x --target {target}" for target in ("low", "nan", "inf", "0", "-1")]
 
 
@@ -773,37 +1028,41 @@ def test_a_missing_package_is_one_line(run, monkeypatch):
 
 # ------------------------------------------------------------------------------------------ records/README.md
 
+CPU = TRACKS["cpu"] | {"track": "cpu", "preset": "cpu"}
 FIRST = "cpu/2026-01-02_First"
 NEXT = "cpu/2026-01-03_Next"
 
 
+def cpu_log(loss, seconds, **options):
+    """Returns a log of the track `cpu`."""
+    return own_log(loss, seconds, config=CPU | options.pop("config", {}), **options)
+
+
 @pytest.fixture
 def records(tmp_path, monkeypatch):
-    """Writes another records/, with two records, one of them with a baseline, and logs of no record."""
+    """Writes another records/: a listed record, one that is not listed yet, and logs of no record."""
     folder = tmp_path / "records"
-    write(folder / FIRST, own_log(3.27, 100), own_log(3.271, 102), "no log")
+    write(folder / FIRST, cpu_log(1.06, 100), cpu_log(1.061, 102), "no log")
+    (folder / FIRST / "README.md").write_text("# First: the preset\n\nMore.\n")
     modified = HEADER.replace("12ab (clean)", "56cd (modified)")
     untracked = HEADER.replace("12ab (clean)", "78ef (??)")
     write(
         folder / NEXT,
-        own_log(3.27, 90),
-        own_log(3.271, 92, header=modified),
-        own_log(3.272, 91, header=untracked),
+        cpu_log(1.06, 90),
+        cpu_log(1.061, 92, header=modified),
+        cpu_log(1.062, 91, header=untracked),
     )
-    write(folder / NEXT / "baseline", own_log(3.27, 100), own_log(3.271, 101))
+    (folder / NEXT / "README.md").write_text("# Next, which is faster\n")
+    write(folder / NEXT / "baseline", cpu_log(1.06, 100), cpu_log(1.061, 101), cpu_log(1.062, 101.5))
+    write_referee(folder / NEXT, preset="cpu")
     write(folder / "cpu" / "attempts", 3.2)
     write(folder / "other" / "2026-01-02_Other", 3.2)
-    write(folder / "gpt2-small/2026-01-04_Aborted", own_log(last=100, validate_last=False, closing=""))
-    (folder / "history.csv").write_text(
-        'number,minutes,date,change,source\n1,45,2024-05-28,"all, at first",PR 1\n'
-        "3,24.9,2024-10-04,Muon | more,PR 2\n3,25.0,2024-11-04,timed again,PR 3\n"
-    )
-    marks = "<!-- {0} -->\nold\n<!-- end of {0} -->\n".format
-    (folder / "README.md").write_text(f"# Records\n{marks('records')}between\n{marks('history')}after\n")
+    marks = "<!-- {0} -->\nold\n<!-- /{0} -->\n".format
+    # First is listed, from times when nothing was asked.
+    listed = marks("records").replace("old", f"| [First]({FIRST}) |")
+    (folder / "README.md").write_text(f"# Records\n{listed}after\n")
+    (tmp_path / "README.md").write_text(f"before\n{marks('leaderboard')}")
     monkeypatch.setattr(compare, "HERE", folder)
-    write(tmp_path / "bench" / "curves", 3.27, 3.3)
-    pictures = {"a.png": ({"one": "0.txt", "two": "1.txt"}, ("training time, s",))}
-    monkeypatch.setattr(compare, "PICTURES", pictures)
     return folder
 
 
@@ -813,8 +1072,8 @@ README = f"""# Records
 
 | {" | ".join(compare.RECORD_COLUMNS)} |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-| 2026-01-02 | [First]({FIRST}) | 2 | 3.2705 | 0.0167 | 101.0 s | - | 8 x NVIDIA H100 | 12ab |
-| 2026-01-03 | [Next]({NEXT}) | 3 | 3.2710 | 0.0020 | 91.0 s | -9.5 %, p 0.0014 | 8 x NVIDIA H100 | \
+| 2026-01-02 | [First]({FIRST}) | 2 | 1.0605 | 0.0167 | 101.0 s | - | 8 x NVIDIA H100 | 12ab |
+| 2026-01-03 | [Next]({NEXT}) | 3 | 1.0610 | 0.0020 | 91.0 s | -9.8 %, p 0.0003 | 8 x NVIDIA H100 | \
 12ab; 56cd (modified); 78ef (modified) |
 
 ### `words`
@@ -824,45 +1083,77 @@ None yet.
 ### `gpt2-small`
 
 None yet.
-<!-- end of records -->
-between
-<!-- history -->
-| # | minutes | date | change | source |
-| --- | --- | --- | --- | --- |
-| 1 | 45 | 2024-05-28 | all, at first | PR 1 |
-| 3 | 24.9 | 2024-10-04 | Muon \\| more | PR 2 |
-| 3 | 25.0 | 2024-11-04 | timed again | PR 3 |
-<!-- end of history -->
+<!-- /records -->
 after
+"""
+FRONT = f"""before
+<!-- leaderboard -->
+| {" | ".join(compare.LEADERBOARD_COLUMNS)} |
+| --- | --- | --- | --- |
+| 2026-01-02 | [First](records/{FIRST}) | First: the preset | - |
+| 2026-01-03 | [Next](records/{NEXT}) | Next, which is faster | -9.8 % |
+<!-- /leaderboard -->
 """
 
 
 @pytest.mark.slow
 def test_update_writes_tables_and_draws_what_changed(run, records):
-    code, out, err = run("--update")
+    assert run("--update") == (0, "", "")
     readme = records / "README.md"
-    assert (code, out, readme.read_text()) == (0, "", README)
-    assert "0.txt: incomplete" in err and "2026-01-04_Aborted: left out" in err
+    assert (readme.read_text(), Path("README.md").read_text()) == (README, FRONT)
     first = Path(f"records/{FIRST}/curves.png")
     following = Path(f"records/{NEXT}/curves.png")
-    pictures = [first, following, Path("bench/curves/a.png"), Path("records/history.png")]
-    assert sorted(Path().rglob("*.png")) == sorted(pictures)
-    for picture in pictures:
+    assert sorted(Path().rglob("*.png")) == [first, following]
+    for picture in first, following:
         assert picture.read_bytes().startswith(b"\x89PNG")
         picture.write_bytes(picture.read_bytes() + b"not drawn again")
-    with open(records / "history.csv", "a") as history:
-        history.write("4,20,2025-01-01,a,b\n")
-    write(records / NEXT / "baseline", own_log(3.26, 99, header=ON_A100))
+    write(records / NEXT / "baseline", cpu_log(1.06, 99, header=ON_A100))
     assert run("--update")[0] == 0
-    changed = [following, Path("records/history.png")]
-    for picture in pictures:
-        assert picture.read_bytes().endswith(b"not drawn again") == (picture not in changed)
-    assert "| 4 | 20 |" in readme.read_text()
+    for picture in first, following:
+        assert picture.read_bytes().endswith(b"not drawn again") == (picture == first)
     assert "91.0 s | - | 8 x" in readme.read_text()  # another machine: no percentage
     # Nothing is written if a log is broken.
     readme.write_text(README)
-    write("bench/curves", "config: {broken}\n" + steps())
+    write(records / NEXT, "config: {broken}\n" + steps())
     assert run("--update")[:2] == (2, "") and readme.read_text() == README
+
+
+REFUSED = {  # what is changed in the folder that is not listed, and the reason
+    "no referee": (lambda folder: (folder / referee.FILE_NAME).unlink(), "there is no .*referee.txt"),
+    "slow": (lambda folder: write(folder, *[cpu_log(1.06, 110 + i) for i in range(3)]), "time is above base"),
+    "cut off": (lambda folder: write(folder, *[own_log(closing="")] * 3), "no run of .* counts"),
+    "track": (lambda folder: write(folder, *[own_log(3.27, i) for i in (1, 2, 3)]), "not of the track `cpu`"),
+    "alone": (lambda folder: shutil.rmtree(folder / "baseline"), "it has no baseline/"),
+}
+
+
+@pytest.mark.parametrize("change, reason", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_record_is_not_listed(run, records, change, reason):
+    change(records / NEXT)
+    code, _, err = run("--update")
+    assert code == 2
+    assert re.fullmatch(rf"compare.py: \S*{NEXT}: not listed, because .*{reason}.*\n", err)
+    assert "First" in Path("README.md").read_text()
+    assert "Next" not in Path("README.md").read_text() + (records / "README.md").read_text()
+
+
+def test_a_listed_record_stays_listed(run, records):
+    run("--update")
+    (records / NEXT / referee.FILE_NAME).unlink()
+    assert run("--update")[0] == 0
+    assert (records / "README.md").read_text() == README
+    assert last_line(run, f"records/{NEXT}/baseline records/{NEXT}").startswith("record: yes")
+
+
+@pytest.mark.parametrize("page", ["README.md", "records/README.md"])
+def test_a_page_without_marks_is_named(run, records, page):
+    Path(page).write_text("mine\n")
+    other = Path({"README.md": "records/README.md", "records/README.md": "README.md"}[page])
+    before = other.read_text()
+    code, _, err = run("--update")
+    assert code == 2 and err.count("\n") == 1
+    assert f"/{page}: needs a line <!-- " in err
+    assert (Path(page).read_text(), other.read_text()) == ("mine\n", before)
 
 
 @pytest.fixture
@@ -873,7 +1164,7 @@ def committed(tmp_path, monkeypatch):
     shutil.copytree(records, copy, ignore=shutil.ignore_patterns("[0-9]*_*", "attempts"))
     for folder in re.findall(r"\((\w.*?/\d.*?_.*?)\)", (records / "README.md").read_text()):
         shutil.copytree(records / folder, copy / folder)
-    shutil.copytree(ROOT / "bench" / "curves", tmp_path / "bench" / "curves")
+    shutil.copy(ROOT / "README.md", tmp_path)
     monkeypatch.setattr(compare, "HERE", copy)
     monkeypatch.chdir(tmp_path)
 
@@ -887,14 +1178,14 @@ def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
     """So are the records' READMEs, without indentation and empty lines."""
     errors = []
     fix = "python records/compare.py --update"
-    records = compare.read_records(errors)
-    pictures = compare.find_pictures(records, errors)
-    assert errors == [] and len(records) >= 4, capsys.readouterr().err
-    readme = Path("records/README.md").read_text()
-    for name, part in compare.readme_parts(records).items():
-        assert f"<!-- {name} -->\n{part}<!-- end of {name} -->\n" in readme, fix
-    for path, picture in pictures.items():
-        assert compare.is_current(path, picture.mark) and path.stat().st_size < 100_000, fix
+    records, refused = compare.read_records(errors)
+    assert errors + refused == [] and len(records) >= 4
+    for path, text in compare.pages(records).items():
+        assert path.read_text() == text, fix
+    for record in records:
+        picture = record.folder / "curves.png"
+        mark = compare.Picture(record.groups, []).mark
+        assert mark.encode() in picture.read_bytes() and picture.stat().st_size < 100_000, fix
     capsys.readouterr()
     for record in records:
         folder = record.folder.relative_to(Path.cwd())
@@ -905,16 +1196,3 @@ def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
         table = without_indentation(capsys.readouterr().out)
         readme = without_indentation((folder / "README.md").read_text())
         assert table in readme and "](curves.png)" in readme, folder
-
-
-def test_the_public_history():
-    rows = compare.read_history().rows
-    numbers = dict.fromkeys(row.number for row in rows)
-    assert list(numbers) == list(map(str, range(1, 93)))
-    days = [row.date for row in rows]
-    assert days == sorted(days)
-    for row in rows:
-        assert row.change and row.source
-    # Each record is faster than the one before, except record 21 when it was timed again.
-    times = [float(row.minutes) for row in rows]
-    assert [i for i in range(1, len(times)) if times[i] >= times[i - 1]] == [21, 22]

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import train_gpt as tg
+from configs import BASE
 from gpu_code import SingleRankExchange
 from test_distributed import build, few_layers, run_steps  # noqa: F401 (a fixture)
 
@@ -145,7 +146,7 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
 
 def update_twice(name, dtype):
     """Updates (3, 10, 8) numbers as the parameter `name`; returns them and its state's tensors, in fp32."""
-    cfg = replace(tg.CPU, bank_wd=5.0, two_momenta_from=2)
+    cfg = replace(BASE, bank_wd=5.0, two_momenta_from=2)
     g = torch.Generator().manual_seed(0)
     p = torch.randn(3, 10, 8, generator=g).to(dtype)
     grad = torch.randn(3, 10, 8, generator=g)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from golden_inputs import fp8_buffers
 from test_compiled import compile  # noqa: F401 (a fixture)
 from test_kernels import (
     bits,
@@ -184,10 +185,12 @@ def test_conversion_to_fp8(device, dtype):
     for before in (torch.zeros(3, 2), delayed):
         scales = torch.ones(3, 3, 2, 1, 1)
         amax = before.clone()
-        ours, ours_T = inspect.unwrap(tg.fp8_mlp_weights)(bank, scales, amax)
+        ours, ours_T = out = fp8_buffers(bank)
+        inspect.unwrap(tg.fp8_mlp_weights)(out, bank, scales, amax)
         others = torch.ones(3, 3, 2, 1, 1), before.clone()
         bank_there, scales_there, amax_there = on(device, bank, *others)
-        theirs, theirs_T = tg.fp8_mlp_weights(bank_there, scales_there, amax_there)
+        theirs, theirs_T = out = fp8_buffers(bank_there)
+        tg.fp8_mlp_weights(out, bank_there, scales_there, amax_there)
         pairs = (theirs, ours), (theirs_T, ours_T), (scales_there, scales), (amax_there, amax)
         for found, expected in pairs:
             found = found.cpu()

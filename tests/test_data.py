@@ -231,7 +231,8 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
 def test_a_split_without_documents_is_an_error(tmp_path, texts, missing):
     """Nothing is written, so OUT is free for another try."""
     file = write_lines(tmp_path / "a.jsonl", [""] + texts)
-    message = rf"^tokenize_text.py: none of {len(texts)} documents fell to {missing} \(0 bad and 1 empty .*$"
+    problem = f"none of 1 documents fell to {missing}" if texts else "no document has text"
+    message = rf"^tokenize_text.py: {problem} \(0 bad and 1 empty ones left out\), .*$"
     with pytest.raises(SystemExit, match=message):
         tokenize(tmp_path / "out", [file])
     assert list((tmp_path / "out").iterdir()) == []
@@ -374,12 +375,49 @@ def test_a_users_file_is_not_replaced(tmp_path, small_library, maker, name):
     (out / name).write_text("a word of mine\n")
     writes = {"input.txt": ["shakespeare"], "source.json": ["corpus"]}.get(name, MAKERS)
     if maker in writes:
-        with pytest.raises(SystemExit, match=f"{name}: .*another kind of file"):
+        with pytest.raises(SystemExit, match=f"{name}: .*another (kind of file|text)"):
             make_shards(maker, tmp_path, out)
     else:
         make_shards(maker, tmp_path, out)
     assert (out / name).read_text() == "a word of mine\n"
     assert (maker in writes) == (len(contents(out)) == 1)
+
+
+def test_text_beside_shakespeare_is_not_replaced_unless_it_is_the_same(tmp_path):
+    """Also if it begins with the new text."""
+    (tmp_path / "play.txt").write_text("To be, or not to be.")
+    for more in ("", " That is the question."):
+        out = tmp_path / f"out{len(more)}"
+        out.mkdir()
+        before = (tmp_path / "play.txt").read_text() + more
+        (out / "input.txt").write_text(before)
+        if more:
+            with pytest.raises(SystemExit, match="^shakespeare.py: .*input.txt: another text is there"):
+                make_shards("shakespeare", tmp_path, out)
+        else:
+            make_shards("shakespeare", tmp_path, out)
+        assert (out / "input.txt").read_text() == before
+        assert (len(contents(out)) == 1) == bool(more)
+
+
+@pytest.mark.parametrize("name", tt.OTHER_MAKERS)
+def test_the_names_of_other_scripts_shards_are_refused(tmp_path, name):
+    """By --name, or as the folder's: those scripts would replace the shards, or take them for their own."""
+    file = write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])
+    for out, options in (("mine", f"--name {name}"), (name, "")):
+        with pytest.raises(SystemExit, match=f"^tokenize_text.py: --name {name}: .* give another --name$"):
+            tokenize(tmp_path / out, [file], options)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_the_makers_use_these_names(tmp_path, small_library):
+    """Of headers and of FineWeb, which need torch's files and a network, the names are in their scripts."""
+    names = set()
+    for maker in MAKERS[:3]:
+        make_shards(maker, tmp_path, tmp_path / maker)
+        for path in (tmp_path / maker).glob("*.bin"):
+            names.add(path.name.split("_")[0])
+    assert names | {"fineweb", "torch"} == set(tt.OTHER_MAKERS)
 
 
 @pytest.mark.parametrize("second", MAKERS)
@@ -437,7 +475,8 @@ def test_links_are_written_through(tmp_path, small_library):
 def test_an_output_replaces_files_of_its_kind_only(tmp_path):
     """Or an empty one. A folder, a pipe or another file stays, and so does the file if the block fails."""
     path = tmp_path / "a.png"
-    for content, fits in ((b"\x89PNG old", True), (b"", True), (b"GIF", False), (b"\n", False)):
+    ours = b"\x89PNG\r\n\0 old, Software Matplotlib"
+    for content, fits in ((ours, True), (b"", True), (b"\x89PNG a photo", False), (b"GIF", False)):
         path.write_bytes(content)
         if fits:
             with pytest.raises(OSError, match=str(tmp_path)), scripts.replacing(path, scripts.PNG):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import (
     CountingExchange,
     flatten,
@@ -40,7 +41,7 @@ def make_config(folder):
         tg.Stage(4, 384, 40, tg.Windows(6, 13), 0.15),
     )
     return replace(
-        tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
+        BASE, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
         bigram_vocab_size=320, heads=2, head_dim=8, mlp_dim=32, window_unit=3, microbatches=8, stages=stages,
         val_slices=3, val_slice_tokens=100, val_every=0, momentum_warmup=3, momentum_cooldown=2,
         two_momenta_from=2, head_chunk=20, dtype="float64", bank_dtype="float64", pointer_dim=8,

@@ -17,6 +17,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 import export
 import generate
+import hellaswag  # noqa: F401
 import loss
 import tokenize_text as tt
 import train_gpt as tg
@@ -112,6 +113,13 @@ def test_a_loaded_model_computes_as_the_saved_one(run):
     assert torch.equal(load_model("random.pt").next_token_probs(TEXT), expected)
     model.use_stage(2)
     assert not torch.equal(model.next_token_probs(TEXT), expected)
+
+
+def test_a_model_may_take_the_place_of_another(run):
+    """Or of an empty file, as mktemp makes. (test_bad_input.py has what it may not replace.)"""
+    Path("empty.pt").touch()
+    for name in ("m.pt", "m.pt.ngrams0", "m.pt.ngrams1", "empty.pt", "new.pt"):
+        assert tg.output_file(name) == run / name
 
 
 def test_a_model_of_an_earlier_script_loads(run):
@@ -380,6 +388,21 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
     assert generated("-") == text != generated("abc --seed 1")
 
 
+def test_a_text_that_the_model_ended_is_named(capsys, monkeypatch):
+    """One of two: it draws nine tokens each, and the other ends after three."""
+
+    def drawn(model, tokens, count, seed, **options):
+        yield from range(count if seed else 3)
+
+    monkeypatch.setattr(generate, "generate", drawn)
+    for samples, ended in (("1", ["the model ended 1 of 1 texts early, by its own choice"]), ("2", None)):
+        generate.main(["m.pt", "a", "--tokens", "9", "--samples", samples])
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[1:] == (ended or ["the model ended 1 of 2 texts early, by its own choice"])
+    generate.main(["m.pt", "a", "--tokens", "9", "--seed", "1"])
+    assert "ended" not in capsys.readouterr().err
+
+
 def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, capsys):
     """Relative to the checkout, not to the current folder. Their passages are long, those of bytes short."""
     numbers = "ngrams.orders=", "vocab_size=50257", "padded_vocab=50304", "bos_id=50256"
@@ -411,6 +434,14 @@ generate m.pt --top-p 0 -> 1e-09 to 1
 generate m.pt --top-p 1.1 -> 1e-09 to 1
 generate m.pt --temperature nan -> from 0
 generate m.pt --tokens 0 -> from 1
+generate no.pt --temperature 0 --samples 2 -> --temperature 0 draws nothing
+generate no.pt --temperature 0 --top-p 0.5 -> --temperature 0 draws nothing
+loss no.pt latin.txt --slices 0:1 -> --slices is for shards
+loss no.pt bos.bin --field body -> are for texts, not shards
+loss no.pt bos.bin even.bin --passage-bytes 9 -> are for texts, not shards
+loss huge.pt long.txt -> a loss is not finite
+loss huge.pt bos.bin --slices 0:1 -> a loss is not finite
+hellaswag huge.pt --file items.jsonl --limit 1 -> a loss is not finite
 loss m.pt corpus/tiny_val_000000.bin --slices 3:6 -> has 5 slices
 loss m.pt even.bin --slices 0:2 -> has 1 slices
 loss m.pt even.bin --slices 3:3 -> FIRST:END
@@ -440,6 +471,12 @@ def test_bad_input_gets_one_line(run, capsys):
     (run / "five.jsonl").write_text('{"body": "x"}\n')
     write_shard(run / "bos.bin", [256] * 257, 257, 256)
     write_shard(run / "even.bin", [256] + [97] * 511, 257, 256)  # the second slice lacks its last target
+    (run / "long.txt").write_text("abc")
+    (run / "items.jsonl").write_text('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}')
+    huge = random_model(run)
+    with torch.no_grad():
+        huge.vo_bank *= 1e38
+    save("huge.pt", huge)
     models = {path: path.read_bytes() for path in run.glob("m.pt*")}
     for case in BAD.strip().splitlines():
         command, reason = case.split(" -> ")

@@ -124,6 +124,16 @@ def test_a_users_vocabulary_is_named_before_any_download(hub, tmp_path):
     assert (out / VOCABULARY).read_text() == "a word of mine\n" and not hub.requests and not contents(out)
 
 
+def test_a_folder_with_other_shards_is_named_before_any_download(hub, tmp_path):
+    """Training would read both texts."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine_train_000001.bin").write_bytes(shard([256, 1]))
+    _, error = fetch(hub, out, 0, status=1)
+    assert "already has shards (mine_train_000001.bin)" in first_line(error)
+    assert not hub.requests and list(contents(out)) == ["mine_train_000001.bin"]
+
+
 def test_nine_shards_are_the_default_and_a_second_start_downloads_nothing(hub, tmp_path):
     out = tmp_path / "deep" / "out"
     hub.files = shards(9)

@@ -1,10 +1,7 @@
-"""Compares loaders, prefixes, losses, XSA and MLPs in FP8 with golden numbers of a reference.
+"""Compares prefixes, losses, XSA and MLPs in FP8 with golden numbers of a reference.
 
-tests/golden/README.md says how they were made. Not reproduced, on purpose: the reference's errors when data
-runs out (TypeError, RuntimeError): ours is a UserError.
+tests/golden/README.md says how they were made.
 """
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,17 +9,17 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import (
-    BIGRAMS,
     GOLDEN,
     WORLD,
-    batch_plan,
     distance,
     fill,
     tiny_config,
-    write_shard,
 )
 
-pytestmark = pytest.mark.numeric
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.pinned("the losses, XSA or FP8 of record 89 or 92"),
+]
 
 
 def check_stats(t, golden):
@@ -35,106 +32,9 @@ def check_stats(t, golden):
     assert flat[golden["argmax_index"]].item() == pytest.approx(golden["argmax_value"], abs=near)
 
 
-# --------------------------------------------------------------------------------------------------- h loader
-
-
-def shard_tokens(s, count):
-    """Returns the golden shards' tokens: BOS at 0 and after gaps that depend on s."""
-    i = np.arange(count)
-    tokens = (31 * i * i + 7 * i + 101 * s) % 500
-    pos = 0
-    k = 0
-    while pos < count:
-        tokens[pos] = 50256
-        pos += 3 + (17 * k * k + 11 * k + 5 * s) % 110
-        k += 1
-    return tokens
-
-
-@pytest.fixture
-def shards(tmp_path):
-    write_shard(tmp_path / "golden_train_000001.bin", shard_tokens(1, 3000))
-    write_shard(tmp_path / "golden_train_000002.bin", shard_tokens(2, 2000))
-    write_shard(tmp_path / "golden_val_000000.bin", shard_tokens(3, 1500))
-    settings = {"steps": 1, "batch_tokens": 256, "max_doc_len": 64, "prefix": ()}
-    stages = (replace(stage, **settings) for stage in tg.RECORD.stages)
-    changes = {"microbatches": 1, "val_slice_tokens": 256, "val_slices": 5}
-    changes["bigram_vocab_size"] = 251520  # of the golden run
-    return replace(BIGRAMS, data=str(tmp_path), stages=tuple(stages), **changes)
-
-
-(GOLDEN_LOADER,) = GOLDEN["h_loader"]["world1"]
-
-
-def check_batch(batch, want):
-    inputs = batch.inputs
-    targets = batch.targets
-    rows = batch.hashed_rows[0]
-    ends = batch.cu_seqlens.tolist()
-    while len(ends) > 1 and ends[-2] == 256:
-        ends.pop()
-    assert ends == want["cum_lengths_nonpad"]
-    assert len(batch.cu_seqlens) == 128  # the golden run had 64
-    # The reference keeps the hash twice, for the GPU and for the exchange.
-    assert [str(t.dtype) for t in (inputs, targets, batch.cu_seqlens, rows)] == want["dtypes"]
-    assert inputs[:8].tolist() == want["inputs_first8"] and inputs[-4:].tolist() == want["inputs_last4"]
-    assert targets[-4:].tolist() == want["targets_last4"] and inputs[1:].tolist() == targets[:-1].tolist()
-    assert (inputs.sum(), targets.sum()) == (want["inputs_sum"], want["targets_sum"])
-    assert (inputs * torch.arange(1, 257)).sum() == want["inputs_wsum"]
-
-
-def test_training_batches(shards):
-    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1)
-    assert loader.shard.bounds[:10].tolist() == GOLDEN_LOADER["bos_positions_shard_1_first10"]
-    assert len(loader.shard.bounds) - 1 == GOLDEN_LOADER["n_bos_shard_1"]
-    golden = {row["batch"]: row for row in GOLDEN_LOADER["train"]}
-    last = GOLDEN_LOADER["batches_in_shard_1"]
-    assert set(golden) == {1, 2, 3, last, last + 1}
-    for number in range(1, GOLDEN_LOADER["train_exhausted_after_batch"] + 1):
-        (batch,) = loader.micro_batches(batch_plan(256, 64))
-        assert batch.max_doc_len == 64
-        if number in golden:
-            check_batch(batch, golden[number])
-    # 13 batches of 256. The reference raises a TypeError there; here the second epoch begins.
-    check_batch(loader.micro_batches(batch_plan(256, 64))[0], golden[1])
-
-
-def test_training_slices(shards):
-    """Checks which tokens of the shard the first batches hold: golden slices end with the last target."""
-    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1)
-    tokens = shard_tokens(1, 3000)
-    for row in GOLDEN_LOADER["slices"]:
-        (starts,), (ends,) = row["starts"], row["ends"]
-        (batch,) = loader.micro_batches(batch_plan(256, 64))
-        want = np.concatenate([tokens[a:b] for a, b in zip(starts, ends)])
-        assert batch.inputs.tolist() + [batch.targets[-1].item()] == want.tolist()
-
-
-def test_validation_batches(shards):
-    loader = tg.ValLoader(shards, tg.find_shards(shards.data, "val"))
-    for golden in GOLDEN_LOADER["val"]:
-        check_batch(loader.slice(golden["batch"] - 1), golden)
-    assert len(loader.tokens) == 256 * GOLDEN_LOADER["val_exhausted_after_batch"] + 1
-    # One more does not fit (the reference raises a RuntimeError in its run).
-    data = tg.open_dataset(replace(shards, val_slices=6))
-    assert (len(data.val), data.val_slices) == (1, 5)
-    assert tg.open_dataset(replace(shards, val_slices=4)).val_slices == 4
-    with pytest.raises(tg.UserError, match="1,500 tokens for validation"):
-        tg.open_dataset(replace(shards, val_slice_tokens=1500))
-
-
 # --------------------------------------------------------------------------------------------------- i prefix
 
 PREFIX = GOLDEN["i_prefix"]
-
-
-def test_prefix_table(tmp_path):
-    """Reads made-up tokens from a file. Some have no bytes; they are in no order."""
-    tokens = {int(i): digits for i, digits in PREFIX["vocabulary_hex"].items()}
-    path = tmp_path / "vocabulary.txt"
-    size = max(tokens) + 1
-    path.write_text("".join(f"{tokens.get(i, '')}\n" for i in range(size)))
-    assert tg.prefix_table(tg.read_vocabulary(path, size), PREFIX["table_size"]).tolist() == PREFIX["table"]
 
 
 def prefix_loss(case, dtype, unit=0.0):
@@ -160,15 +60,6 @@ def test_losses_with_prefixes(case):
     check_stats(grad, golden["dlogits_derivative_fp64"])
     for row, want in zip((0, 1, 6), golden["dlogits_derivative_rows_0_1_6_fp64"], strict=True):
         assert grad[row].tolist() == pytest.approx(want, abs=1e-14)
-
-
-@pytest.mark.parametrize("case", PREFIX_CASES)
-def test_losses_of_bf16_logits(case):
-    """Compares with the reference's arithmetic without its rounding of sigmoids to bf16."""
-    losses, _ = prefix_loss(case, torch.bfloat16)
-    assert losses.dtype == torch.float32
-    want = PREFIX_CASES[case]["bf16_logits_unrounded_sigma_loss_fp64"]
-    assert losses.tolist() == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", PREFIX_CASES)
@@ -252,24 +143,3 @@ def test_fp8_scales_of_steps():
             units = model.mlp_bank[2 * i + 1].float() / layers[i].scales[1, 1]
             assert (units.abs() > 448).sum() == count, (step, i)
             assert codes(layers[i].weights[1]) == codes(units.clamp(-448, 448).to(torch.float8_e4m3fn))
-
-
-def test_fc_in_fp8():
-    """Other codes than the first may differ: the reference rounds quotients to bf16 first."""
-    model = fp8_model()
-    golden = FP8["fc_of_the_tiny_model"]
-    model.mlp_bank.data.copy_(fill(model.mlp_bank.shape, 11, 0.05))
-    model.mlp_bank.data[4, 0, 0] = 1 / 16
-    layers = fp8_layers(model, 0)
-    scales = [layer.scales[1, 0].item() for layer in layers]
-    assert scales == np.float32(golden["fc_scale"][:11]).tolist()
-    assert codes(layers[2].weights[0])[:16] == golden["first16_codes_layer2"]
-
-
-def test_gradient_of_relu_square():
-    golden = FP8["relu2_backward"]
-    g, r = fill((32,), 735, 1.5).bfloat16(), fill((32,), 736, 2.0).clamp_min(0).bfloat16()
-    square = torch.tensor(golden["p"]).bfloat16()
-    assert torch.equal(r.square(), square)
-    da = tg.relu_square_grad(g[:, None], torch.ones(1, 1, dtype=g.dtype), square[:, None])[:, 0]
-    assert da.tolist() == torch.tensor(golden["da"]).bfloat16().tolist()

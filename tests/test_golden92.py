@@ -23,7 +23,7 @@ from golden_inputs import (
     tiny_config,
 )
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.pinned("the model or the schedule of record 92")]
 
 MODEL = GOLDEN92["a_model"]
 DTYPES = {"fp32": "float32", "fp64": "float64"}
@@ -137,12 +137,6 @@ def gradients(case, kind):
     return loss.item(), golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("case", CASES)
-def test_loss_with_gradients(case, kind):
-    assert gradients(case, kind)[0] == pytest.approx(MODEL["cases"][case]["sum"], rel=LOSS_NEAR[kind])
-
-
 @pytest.mark.parametrize("name", MODEL["param_order"])
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("case", CASES)
@@ -190,14 +184,6 @@ def test_schedule_rows(row):
     assert min(plan.max_doc_len, tg.RECORD.attention_cap) == row["attention_cap"]
     assert tg.cu_seqlens_capacity(plan.batch_tokens // 8) == row["slots"]
     assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
-
-
-def test_what_changes_when():
-    assert [*RECORD92.stage_starts, RECORD92.steps] == SCHEDULE["stage_ends"]
-    assert sum(plan.batch_tokens for plan in PLANS) == SCHEDULE["training_tokens"]
-    assert [plan.step for plan in PLANS if plan.untie] == [SCHEDULE["untie_step"]]
-    changes = [b.step for a, b in zip(PLANS, PLANS[1:]) if a.prefix != b.prefix]
-    assert changes == [step for step in SCHEDULE["prefix_changes_at"] if step]
 
 
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))

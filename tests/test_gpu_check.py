@@ -22,6 +22,7 @@ sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]
 import check
 import collectives
 import kernels
+import machine
 import runner
 from runner import Check, Row
 
@@ -34,7 +35,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "draw_once", lambda: None)
+    monkeypatch.setattr(machine, "draw_once", lambda: None)
     return check.Setup(tmp_path, tmp_path)
 
 

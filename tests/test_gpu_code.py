@@ -1,4 +1,4 @@
-"""Tests the code that a GPU would run, without one: tests/gpu_code.py makes it, in a process of its own.
+"""Tests the code that a GPU would run, without one: bench/gpu_code.py makes it, in a process of its own.
 
 What it found is kept beside torch's own cache until the script, this code, torch or Triton change.
 """
@@ -18,16 +18,12 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import gpu_code
-import train_gpt as tg
-from golden_inputs import BIGRAMS
-
-sys.path.insert(0, str(gpu_code.ROOT / "bench"))
 import launches
+import train_gpt as tg
 
 pytestmark = pytest.mark.slow
 
 SOURCES = [Path(tg.__file__), Path(gpu_code.__file__), gpu_code.ROOT / "bench" / "step_time.py"]
-SOURCES.append(gpu_code.ROOT / "tests" / "golden_inputs.py")
 # What generated code may leave to libraries.
 ALLOWED = {
     "extern_kernels.mm": "Inductor leaves matmuls to cuBLAS",
@@ -129,7 +125,8 @@ def test_generated_code(tmp_path):
     assert found["kernels"] and not problems, "\n".join(problems)
 
     counted = launches.Counts()
-    steps = launches.run_steps(BIGRAMS, 0, 8, launches.make_backend(BIGRAMS, counted), counted)
+    backend = launches.make_backend(gpu_code.BIGRAMS, counted)
+    steps = launches.run_steps(gpu_code.BIGRAMS, 0, 8, backend, counted)
     for (step, most), counts in zip(MOST_LAUNCHES.items(), steps[2:], strict=True):
         launched = Counter()
         for graph in graphs:

@@ -126,6 +126,15 @@ def test_printed_accuracies(saved, tmp_path, capsys):
         assert line.split() == [name, f"{p:.4f}", "+-", f"{math.sqrt(p * (1 - p) / 16):.4f}"]
 
 
+def test_endings_of_equal_losses_share_the_item():
+    """Else the first of them would be right wherever the label is 0: the mean and the sum, each by itself."""
+    losses = [np.array(each) for each in ([1.0, 1.0], [1.0], [3.0], [0.5, 1.5])]
+    found = [hellaswag.score(losses, label).tolist() for label in range(4)]
+    assert found == [[1 / 3, 0], [1 / 3, 1], [0, 0], [1 / 3, 0]]
+    same = [np.array([2.0])] * 4
+    assert all(hellaswag.score(same, label).tolist() == [0.25, 0.25] for label in range(4))
+
+
 # ---- Items -------------------------------------------------------------------------------------------------
 
 

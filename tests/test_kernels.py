@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
-from interpreter import skip_without_interpreter
+from golden_inputs import fp8_buffers
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.forms("a Triton kernel and its plain form")]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -90,6 +90,11 @@ class Guard(TorchFunctionMode):
                 assert (margin.view(torch.uint8) == 255).all(), "written beyond the end"
 
 
+def skip_without_triton():
+    if tg.triton is None:
+        pytest.skip("triton is not installed")
+
+
 def pop_triton_modules():
     """Removes triton's Python modules from sys.modules and returns them."""
     return {
@@ -100,18 +105,11 @@ def pop_triton_modules():
 
 
 def patch_interpreter(interpreter):
-    """Works around two bugs of triton 3.9's interpreter.
+    """Works around a bug of Triton's interpreter.
 
-    A scalar condition that is broadcast to a block becomes int32, which no mask accepts. Rounding to 8 or 16
-    bits loses the carry into the exponent (1.9 becomes 1), and truncates small numbers.
+    Rounding to 8 or 16 bits loses the carry into the exponent (1.9 becomes 1), and truncates small numbers.
     """
-    splat = interpreter.InterpreterBuilder.create_splat
     convert = interpreter._convert_float
-
-    def create_splat(self, ret_ty, arg):
-        out = splat(self, ret_ty, arg)
-        out.data = out.data.astype(arg.data.dtype)
-        return out
 
     def convert_float(x, from_dtype, to_dtype, rounding):
         dtypes = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
@@ -121,7 +119,7 @@ def patch_interpreter(interpreter):
         rounded = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
         return bits(rounded).numpy().view(interpreter._get_np_dtype(to_dtype))
 
-    interpreter.InterpreterBuilder.create_splat, interpreter._convert_float = create_splat, convert_float
+    interpreter._convert_float = convert_float
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +129,7 @@ def interpreted():
     @triton.jit chooses between compiler and interpreter when it decorates, in triton's own library too. So
     triton is imported a second time as well, and both copies are hidden from the other tests.
     """
-    skip_without_interpreter()
+    skip_without_triton()
     saved_modules = pop_triton_modules()
     spec = importlib.util.spec_from_file_location("train_gpt_interpreted", tg.__file__)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -194,7 +192,9 @@ def fp8_case(T, d, width, backward):
     # As the model has them: each at a multiple of 16 bytes, and nothing may be read between them.
     pair = torch.full((2, 3, 2, 4, 1), torch.nan)[:, :, :, :1]
     pair[:] = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
-    weights, transposed = tg.fp8_mlp_weights(bank.repeat(2, 1, 1), pair, torch.zeros(2, 2))
+    banks = bank.repeat(2, 1, 1)
+    weights, transposed = out = fp8_buffers(banks)
+    tg.fp8_mlp_weights(out, banks, pair, torch.zeros(2, 2))
     square = (h @ bank[0].T).relu().square()
     da = 2 * square.sqrt() * (dy @ bank[1].T)
     pair[1, 2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import batch_plan, random_documents, write_shard
 from launch import WAIT
 
@@ -19,7 +20,7 @@ VOCAB, BOS = 257, 256
 
 
 def config(folder, microbatches=8, **changes):
-    return replace(tg.CPU, data=str(folder), ngrams=tg.Ngrams(), microbatches=microbatches, **changes)
+    return replace(BASE, data=str(folder), ngrams=tg.Ngrams(), microbatches=microbatches, **changes)
 
 
 def make_shards(folder, rng, counts, split="train", max_doc_len=200):
@@ -272,7 +273,7 @@ def small(folder, text_bytes=(0, 0), **changes):
     for i, (count, nbytes) in enumerate(zip((600, 400), text_bytes)):
         tokens = random_documents(rng, count, VOCAB, BOS)
         write_shard(folder / f"x_val_{i:06d}.bin", tokens, VOCAB, BOS, text_bytes=nbytes)
-    stages = tuple(replace(stage, steps=1, batch_tokens=800, max_doc_len=100) for stage in tg.CPU.stages)
+    stages = tuple(replace(stage, steps=1, batch_tokens=800, max_doc_len=100) for stage in BASE.stages)
     changes = {"val_slices": 2, "val_slice_tokens": 256} | changes
     return tg.open_dataset(config(folder, stages=stages, **changes))
 

@@ -73,7 +73,7 @@ def run_fc(x, weight):
 
 
 def plain_fc(x, w):
-    return (x @ w.T).relu().square() @ OTHER
+    return tg.relu_square(x, w) @ OTHER
 
 
 def run_proj(x, weight):
@@ -81,7 +81,7 @@ def run_proj(x, weight):
 
 
 def plain_proj(x, w):
-    return (x @ OTHER.T).relu().square() @ w
+    return tg.relu_square(x, OTHER) @ w
 
 
 OPERATIONS = {  # how the script runs it, in plain torch, the weight's shape
@@ -115,6 +115,7 @@ def differentiate(operation, run, x, *weights):
         y.square().sum().backward()
 
 
+@pytest.mark.forms("a gradient by hand (relu_square_grad, MLP.backward, the head's) and autograd's")
 @pytest.mark.parametrize("form, case, operation", CONTRACTS)
 def test_contract(form, case, operation):
     """Checks two optimizer steps: the gradient is autograd's, in the one place that the case names.
@@ -306,6 +307,7 @@ def autograds_gradients(cfg):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.forms("a gradient by hand (the MLP's, the head's, the pointer's, a table's) and autograd's")
 @pytest.mark.parametrize("changes", [{"main_grad": False}, {}])
 def test_gradients_of_a_batch_are_autograds(cfg, changes):
     """Compares all parameters' sums over eight micro-batches, in fp64, with gradients of plain torch.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import random_documents, write_shard
 
 LAYERS = (
@@ -38,7 +39,7 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
     )
     table = tg.Ngrams((3, 2, 5, 4), rows_per_order=301, width=12, dtype="float32", update_every=(1, 1))
     return replace(
-        tg.CPU,
+        BASE,
         data=str(folder),
         vocab_size=61,
         padded_vocab=72,

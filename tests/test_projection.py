@@ -1,5 +1,6 @@
 """Tests bench/projection.py: its counts against closed formulas, its model, and a run of it."""
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 import train_gpt as tg
 
 sys.path.insert(0, str(Path(tg.__file__).resolve().parent / "bench"))
+import measured
 import projection
 from projection import Model, Op
 
@@ -117,13 +119,6 @@ def test_share_of_pr_379_by_hand(capsys):
         assert line.split()[3:] == [f"{published:.4f}", f"{share:.4f}", f"{share / published - 1:+.1%}"]
 
 
-def test_host_of_92_by_hand():
-    """A device's 10 ms and 1194 steps; a host of 1 ms must be 10 + 3830 / 1194 times as slow."""
-    of_92 = phases(*STEPS_92, ops=4 * [Op("", 0, calls=1)])
-    model = Model(fixed=10.0, kernel_us=0, call_us=1000, launch_us=0)
-    assert projection.host_of_92(of_92, model) == pytest.approx(10 + 3830 / 1194, abs=0.01)
-
-
 def test_the_fit_finds_what_made_the_times():
     rng = np.random.default_rng(1)
     model = Model(slowdown=1.3, fixed=4.0)
@@ -132,8 +127,111 @@ def test_the_fit_finds_what_made_the_times():
         ops = [Op("", 8, "bf16", n * 1e12), Op("", int(1e8 * rng.random()), "exchange")]
         stages.append(ops)
         times.append(projection.step_ms(ops, model)["device"])
-    found = projection.calibrate(stages, times)
+    found = projection.calibrate(stages, times, Model())
     assert (found.slowdown, found.fixed) == pytest.approx((1.3, 4.0))
+
+
+# ---- measured rates ----------------------------------------------------------------------------------------
+
+
+def measured_row(what, seen, ms=(), numbers=None):
+    return {
+        "what": what,
+        "seen": seen,
+        "ms": list(ms),
+        "operation": what.split()[0],
+        "numbers": numbers or {},
+    }
+
+
+def measurements(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row) for row in ({"call": ["--only", "times"]}, *rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return measured.Measurements([path])
+
+
+def test_rates_of_rows(tmp_path):
+    """Rates between two sizes are interpolated, outside they stay; of a shape's two rows the last counts."""
+    rows = measurements(
+        tmp_path,
+        measured_row("copies", "3010 GB/s, read and written"),
+        measured_row("softcap_loss 4 x 10, 1 targets, bfloat16", "9.0 ms; 9 GB/s", (9.0, 10.0)),
+        measured_row("softcap_loss 4 x 10, 1 targets, e5m2", "5.0 ms; 100 GB/s", (5.0, 10.0)),
+        measured_row("softcap_loss 4 x 10, 1 targets, e5m2", "1.0 ms; 1000 GB/s", (1.0, 10.0)),
+        measured_row("softcap_loss 8 x 10, 1 targets, e5m2", "1.5 ms; 2000 GB/s", (1.5, 10.0)),
+        measured_row("both_layouts 4 x 4", "1.0 ms; 500 GB/s", (1.0, 10.0)),
+        measured_row("fp8 logits", "2 ms", numbers={"kind": "fp8", "flops": 1e12, "ms": 2.0}),
+        measured_row("times of fa3", "not checked: it cannot be used"),
+    )
+    assert rows.copies == 3010e9
+    assert rows.ms("softcap_loss", 1e9) == pytest.approx(1.0)
+    assert rows.ms("softcap_loss", 2e9) == pytest.approx(2e9 / 1.5e9)
+    assert rows.ms("softcap_loss", 6e9) == pytest.approx(3.0)
+    assert rows.ms("cast_and_transpose", 5e8) == pytest.approx(1.0)
+    assert rows.ms("fp8", 5e11) == pytest.approx(1.0)
+    assert rows.ms("fa3", 1.0) == 0
+    assert rows.source("softcap_loss", 0).split()[1:] == ["1", "to", "2,", "measured"]
+    assert rows.source("memory", 3.01e12).split()[1:] == ["3.01,", "measured"]
+    assert rows.source("bf16", 643e12).split()[1:] == ["643,", "assumed"]
+
+
+def test_measured_times_are_not_slowed_down(tmp_path):
+    rows = measurements(tmp_path, measured_row("softcap_loss 4", "1.0 ms; 1000 GB/s", (1.0, 10.0)))
+    ops = 4 * [Op("softcap_loss", int(2e9)), Op("", 8, "bf16", 0.65 * 989e9)]
+    found = projection.step_ms(ops, Model(slowdown=3.0, kernel_us=0, measured=rows))
+    assert (found["other"], found["matmuls"]) == pytest.approx((2.0, 3.0))
+
+
+def test_attention_by_the_rate_of_forward_and_backward(tmp_path):
+    """A layer of 64 GFLOP as measured counts 7 products of 64 / 6; narrow queries fill 3/4 of a forward."""
+    row = measured_row("attention stage 0", "2.0 ms; 32 TFLOP/s", (2.0, 10.0))
+    rows = measurements(tmp_path, row)
+    product = 64e9 / 6
+    forward = Op("_varlen_attn", 8, "varlen", 2 * product)
+    backward = Op("_varlen_attn_backward", 8, "varlen", 5 * product)
+    both = projection.measured_ms(forward, rows) + projection.measured_ms(backward, rows)
+    assert both == pytest.approx(2.0)
+    narrow = forward._replace(part="narrow attention")
+    assert projection.measured_ms(narrow, rows) == pytest.approx(
+        projection.measured_ms(forward, rows) * 3 / 4
+    )
+
+
+def test_savings_by_hand():
+    """Each works on its own operations only, and makes none slower."""
+    names = {
+        "MLPs' first products at 1000 TFLOP/s": (Op("relu_square_fp8", 8, "fp8", 1e12), 2.0, 1.0),
+        "40 passes over streams less": (Op("trunk", 8), 98.0, 86.0),
+        "the head's loss at 60 % of a copy": (Op("softcap_loss", int(1.8e9)), 2.0, 1.0),
+        "banks' products two at once": (Op("bmm", 8, "bf16", 1e9), 2.0, 1.0),
+        "sums of rows at 60 % of a copy": (Op("segment_sum_rows", int(3.6e9)), 1.0, 1.0),
+        "3/4 of collectives hidden, not 1/2": (Op("all_gather a", 8, "exchange"), 2.0, 1.0),
+    }
+    assert list(names) == list(measured.SAVINGS)
+    for name, (own, before, after) in names.items():
+        for other, saving in measured.SAVINGS.items():
+            assert saving(own, before) == pytest.approx(after if other == name else before), (name, other)
+
+
+def test_the_second_projection_finds_the_measured_steps(tmp_path, capsys):
+    """Two stages of 20 and 40 ms, whose products are assumed to take 5 and 10 ms; exchange comes on top."""
+    steps = {0: (20.0, 30.0), 1: (40.0, 30.0)}
+    rows = []
+    for stage, (device, host) in steps.items():
+        rows.append(
+            measured_row(f"stage {stage}, one rank of 8", "", numbers={"device": device, "host": host})
+        )
+    found = measurements(tmp_path, measured_row("copies", "3000 GB/s"), *rows)
+    phases = []
+    for stage, n in enumerate((5, 10)):
+        ops = [Op("", 8, "bf16", n * 0.65 * 989e9), Op("all", int(2 * 0.8 * 450e6), "exchange")]
+        phases.append(projection.Phase(stage, 8, 100, 4 * ops))
+    model = projection.fit_measured(phases, found)
+    assert (model.slowdown, model.fixed) == pytest.approx((4.0, 0.0))
+    graphs = projection.with_graphs(model)._replace(collective_us=0)
+    assert projection.run_seconds(phases, graphs) == pytest.approx(2.1 + 4.1 + 0.21)
+    assert "memory" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -195,4 +293,18 @@ def test_a_run(capsys):
         if line.startswith("total"):
             seen["total"] += 1
             assert 20 < float(words[1]) < 100
-    assert seen == {"record": 11, "schedule": 1, "total": 1}
+        if words[:1] in (["0"], ["1"], ["2"], ["3"]):  # the measured device's ms of a stage
+            seen["stage"] += 1
+            assert abs(float(words[-1].rstrip("%"))) < 6
+    assert seen == {"record": 11, "schedule": 1, "total": 3, "stage": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none.jsonl", "No such file"), ("a.txt", "a.txt has no rows"), ("a.jsonl", "rows lack copies")],
+)
+def test_what_holds_no_rows_is_refused_at_once(name, message, tmp_path):
+    (tmp_path / "a.txt").write_text("ok  softcap_loss")
+    (tmp_path / "a.jsonl").write_text('{"call": []}\n')
+    with pytest.raises(SystemExit, match=message):
+        projection.main(["--measured", str(tmp_path / name)])

@@ -112,6 +112,7 @@ UNCOMPILED = {
 }
 
 
+@pytest.mark.forms("what runs compiled and what runs as written")
 @pytest.mark.parametrize("case", UNCOMPILED)
 def test_forms_of_what_is_not_compiled(case, monkeypatch):
     """Compares values and gradients with the form that is compiled."""

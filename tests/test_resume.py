@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -356,6 +357,20 @@ def test_checkpoint_every(uninterrupted):
     folder = uninterrupted(0)
     assert found_in_logs(folder, r"^checkpoint: after step (\d+);") == {"4", "8"}
     assert not list(folder.glob("records/**/*.checkpoint"))
+
+
+def test_a_resumed_run_keeps_its_name(tmp_path):
+    """The same command gives it again; it may be left out; another one has no effect, so it is refused."""
+    log = tmp_path / "2026-01-01_Mine" / "seed0_0123456789ab.txt"
+    (log.with_suffix(".checkpoint") / "step00000004").mkdir(parents=True)
+    for name in ("", "Mine", "ine", "Another"):
+        args = SimpleNamespace(name=name, seed=0, resume=str(log))
+        if name in ("", "Mine"):
+            path, _ = tg.name_run(args, "other", tg.Exchange(0, 1), {"step": 4})
+            assert path == log.with_suffix("")
+        else:
+            with pytest.raises(tg.UserError, match=f"^--name {name}: .* another name"):
+                tg.name_run(args, "other", tg.Exchange(0, 1), {"step": 4})
 
 
 @pytest.mark.slow

@@ -208,12 +208,25 @@ def test_failures_end_the_rest(ready):
     assert status == 1 and len(commands) == 1 and "no compiler" in run.text
 
 
+@pytest.mark.parametrize("screen", (">&-", ">&- 2>&-", "| true; exit ${PIPESTATUS[0]}"))
+def test_a_run_goes_on_without_a_screen(ready, screen):
+    """Closed from the beginning, or by what read it, as `head` does. The log is a file."""
+    unseen = ready / "unseen.sh"
+    unseen.write_text(f"#!/usr/bin/env bash\n./run.sh --runs 2 --seed 7 {screen}\n")
+    unseen.chmod(0o755)
+    status, commands = run(ready, script="unseen.sh")
+    assert status == 0 and "--seed=8 " in commands[-1]
+
+
 WRONG = f"""--runs=0 --runs=x --runs= --seed --seed=-1 --seed={2**63 - 1} --seed={2**64 + 1} --check
 --data= --name= --save= --checkpoint-every=
 --seed=0x1 none.py NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
 
 
-@pytest.mark.parametrize("wrong", [*WRONG.split(), "--data ''", "--name '' --runs 2"])
+@pytest.mark.parametrize(
+    "wrong",
+    [*WRONG.split(), "--data ''", "--name '' --runs 2", "--runs 2 --save m.pt", "--runs 2 --resume a.txt"],
+)
 def test_one_line_says_what_is_wrong(repository, wrong):
     name, _, value = wrong.partition("=")
     result = run(repository, wrong) if wrong[0] in "-n" else run(repository, **{name: value})

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import CountingExchange, prefetch_exchange, row_plans, same_bits
 from test_distributed import cfg  # noqa: F401 (a fixture)
 
@@ -50,7 +51,7 @@ def compare(rank, world_size, dtype):
     )
     sizes, sent, told, dense_sent = ROWS_PER_RANK, Counter(), Counter(), Counter()
     cfg = replace(
-        tg.CPU,
+        BASE,
         ngrams=tg.Ngrams(),
         padded_vocab=sizes["tokens"] * world_size,
         bigram_vocab_size=sizes["hashed"] * world_size,

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt as tg
-from interpreter import skip_without_interpreter
 from test_distributed import build, dense, few_layers, run_steps, states, with_dtype  # noqa: F401 (a fixture)
+from test_kernels import skip_without_triton
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def run_interpreted():
 
     Triton chooses its interpreter when it is imported.
     """
-    skip_without_interpreter()
+    skip_without_triton()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
@@ -151,6 +151,7 @@ def plain():
 
 
 @pytest.mark.slow
+@pytest.mark.forms("a fast form, which a setting switches on, and the plain one")
 @pytest.mark.parametrize("names", CASES, ids=" and ".join)
 def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
     losses, changes, _ = run_interpreted(train_switched, cfg, names)

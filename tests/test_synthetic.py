@@ -90,10 +90,11 @@ def write(monkeypatch, tmp_path):
 
 
 def test_shards(write, tmp_path):
-    """All begin with other documents. More tokens leave the first as they are."""
+    """All begin with other documents. More tokens leave the first as they are, in each."""
     out = tmp_path / "deep" / "out"
     sizes = {TRAIN[0]: 500_000, TRAIN[1]: 500_000, TRAIN[2]: 100_000, VAL: 500_000}
-    assert sorted(write()) == list(sizes)
+    write()
+    assert sorted(path.name for path in out.glob("*.bin")) == list(sizes)
     shards = {}
     beginnings = set()
     for name, size in sizes.items():
@@ -109,17 +110,21 @@ def test_shards(write, tmp_path):
         assert np.array_equal(tokens, shards[path.name][: len(tokens)])
 
 
-def test_only_missing_and_broken_shards_are_written(write, tmp_path):
+def test_a_second_call_writes_all_again(write, tmp_path):
+    """So no damage stays, also where the size is right, and no shard that the new options do not give."""
     out = tmp_path / "deep" / "out"
     write()
     complete = contents(out)
-    assert write() == []
-    (out / VAL).write_bytes(complete[VAL][:-2])
-    (out / TRAIN[0]).unlink()
-    (out / VOCABULARY).unlink()
-    assert sorted(write()) == [TRAIN[0], VAL] and contents(out) == complete
-    assert write(val_tokens=2000) == [VAL]
-    assert len(write(vocab_size=302)) == 4 and read_header(out / TRAIN[0]).vocab_size == 302
+    damaged = bytearray(complete[VAL])
+    damaged[5000] ^= 1
+    (out / VAL).write_bytes(damaged)
+    (out / TRAIN[0]).write_bytes(complete[TRAIN[0]][:-2])
+    (out / TRAIN[1]).unlink()
+    write()
+    assert contents(out) == complete
+    synthetic.write_shards(out, 700_000, 500_000, 302)
+    assert sorted(path.name for path in out.glob("*.bin")) == [*TRAIN[:2], VAL]
+    assert read_header(out / TRAIN[0]).vocab_size == 302
 
 
 def test_the_vocabulary_is_the_made_up_tokens(tmp_path):
@@ -132,10 +137,10 @@ def test_the_vocabulary_is_the_made_up_tokens(tmp_path):
     "options", ("--train-tokens 0", "--val-tokens -5", "--vocab-size 1", "--vocab-size 65537", "")
 )
 def test_bad_input_is_one_line(tmp_path, options):
-    """Without options, a shard that is not among those to be written."""
+    """Without options, a file that is no shard in the place of one."""
     (tmp_path / TRAIN[1]).write_bytes(b"mine")
     small = f"{tmp_path} --train-tokens 10 --val-tokens 10 {options}"
-    with pytest.raises(SystemExit, match=f"^synthetic.py: .*{options[:8] or 'not a shard'}.*$"):
+    with pytest.raises(SystemExit, match=f"^synthetic.py: .*{options[:8] or 'another kind'}.*$"):
         synthetic.main(small.split())
     assert contents(tmp_path) == {TRAIN[1]: b"mine"}
 

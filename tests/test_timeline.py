@@ -232,6 +232,67 @@ def test_steps_that_a_trace_lacks(tmp_path):
     assert start == end
 
 
+def in_tables(path, capsys, *more):
+    """Returns the lines of each table of --operations, as words."""
+    timeline.main([str(path), "--operations", "9", *more])
+    tables = []
+    for line in capsys.readouterr().out.splitlines()[1:]:
+        if line:
+            tables[-1].append(line.split())
+        else:
+            tables.append([])
+    return tables
+
+
+def test_operations_of_the_gpu_and_of_threads(tmp_path, capsys):
+    """Each is a mean over the two steps, without what began outside of them."""
+    outside = [
+        event("aten::add", 131, 135, kind="cpu_op"),
+        launch_call(132, 8),
+        kernel("gemm", 133, 140, 7, 8),
+    ]
+    device, main, others = in_tables(write_trace(tmp_path / "a.json", on_gpu() + outside), capsys)
+    assert device[0][3:] == ["the", "GPU's", "kernels"]
+    assert device[1:3] == [["47.500", "100.0%", "3.5", "all"], ["27.500", "57.9%", "1.5", "gemm"]]
+    # Launches take 0.5 ms each of their sections.
+    assert main[1] == ["65.000", "100.0%", "7.0", "all"]
+    assert ["9.500", "14.6%", "0.5", "Python", "in", "forward"] in main
+    assert ["1.500", "2.3%", "3.0", "cudaLaunchKernel"] in main
+    assert others[1:] == [["0.250", "100.0%", "0.5", "all"], ["0.250", "100.0%", "0.5", "cudaLaunchKernel"]]
+
+
+def test_an_operation_s_time_is_its_own(tmp_path, capsys):
+    """Those inside it, and inside these, are taken off; of a kernel in a CUDA graph the launch decides."""
+    inner = [
+        event("aten::linear", 10, 30, kind="cpu_op"),
+        event("aten::mm", 12, 20, kind="cpu_op"),
+        event("cudaLaunchKernel", 15, 16, kind="cuda_runtime", correlation=1),
+        event("aten::mm", 22, 25, kind="cpu_op"),
+        event("cudaGraphLaunch", 38, 40, kind="cuda_runtime", correlation=2),
+        kernel("a", 50, 51, 7, 2),
+        kernel("b", 100, 103, 7, 2),
+    ]
+    path = write_trace(tmp_path / "a.json", [event("ProfilerStep#1", 5, 45)] + inner)
+    device, main = in_tables(path, capsys)
+    assert [row[:1] + row[3:] for row in device[2:]] == [["3.000", "b"], ["1.000", "a"]]
+    assert [row[:1] + row[2:] for row in main[1:]] == [
+        ["40.000", "6.0", "all"],
+        ["18.000", "1.0", "Python", "outside", "sections"],
+        ["10.000", "2.0", "aten::mm"],
+        ["9.000", "1.0", "aten::linear"],
+        ["2.000", "1.0", "cudaGraphLaunch"],
+        ["1.000", "1.0", "cudaLaunchKernel"],
+    ]
+    *_, rest = in_tables(path, capsys, "--operations", "2")[1]
+    assert rest == ["12.000", "30.0%", "3.0", "3", "more"]
+
+
+def test_a_table_needs_a_row(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        timeline.main([str(tmp_path / "none.json"), "--operations", "0"])
+    assert "from 1 on" in capsys.readouterr().err
+
+
 # ---- a run of two gloo processes ---------------------------------------------------------------------------
 
 
@@ -261,5 +322,8 @@ def test_a_run(tmp_path, capsys):
     assert lines[0] == "steps 2 to 5, 2 ranks; milliseconds a step"
     assert lines[2].split() == ["main", "rank", "0", "rank", "1", "critical"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    timeline.main([first, second, "--operations", "999"])
+    named = {line[26:] for line in capsys.readouterr().out.splitlines()}
+    assert {"aten::mm", "Python in update", "operations of other threads"} <= named
     with pytest.raises(SystemExit, match="of each of the run's 2 ranks"):
         timeline.main([first])

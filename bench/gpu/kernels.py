@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,11 +83,13 @@ class StageOperands:
         before, amax = torch.zeros(2, 1, 2, device=self.device)
         scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, 1]], device=self.device)
         scales = scales[None, ..., None, None]
-        weights8 = tg.fp8_mlp_weights(torch.stack([fc, fc]), scales, before)
+        bank = torch.stack([fc, fc])
+        empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=self.device)
+        weights8 = [empty((1, 2, F, d)), empty((1, 2, d, F))]
+        tg.fp8_mlp_weights(weights8, bank, scales, before)
         largest = torch.tensor([tg.E4M3_MAX, tg.E5M2_MAX], device=self.device)
         scales[0, 2, :, 0, 0] = square.max() / largest
-        weights_of_mlp = [t[0] for t in weights8]
-        fp8_mlp = tg.FP8MLP(*weights_of_mlp, scales[0], amax)  # type: ignore[call-arg]
+        fp8_mlp = tg.FP8MLP(weights8[0][0], weights8[1][0], scales[0], amax)
         h8 = tg.to_fp8(h, tg.FP8_H, torch.float8_e4m3fn)
         dy8 = tg.to_fp8(dy, tg.FP8_DY, torch.float8_e5m2)
         square8 = tg.to_fp8(square, scales[0, 2, 0], torch.float8_e4m3fn)

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Checks that a script's losses and times are what its log says: a review of a record, by a machine.
+
+    python records/referee.py [SCRIPT.py] [--preset cpu] [--log LOG]
+
+Prints a row for each rule, and writes the rows to referee.txt: in LOG's folder, or without --log in
+records/TRACK/attempts/. Exits with 1 if a rule is broken. A row ends with one of these:
+
+    ok                          what was seen follows the rule
+    broken: WHAT AND WHERE      it does not
+    not shown: WHY              the script lacks what the rule is shown with, or the rule needs a --log
+
+referee.txt is text. Its first lines name what was checked, and a line for each rule follows:
+
+    script: train_gpt.py sha256 HASH        all 64 digits, of the script's file
+    preset: cpu
+    log: seed0_0123456789ab.txt             only with --log
+
+     1  causal                       ok
+     2  a probability                broken: the probabilities ... sum to 1.02
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import tracks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+from scripts import UserError, make_parser, run_script
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RULES = (
+    "causal",
+    "a probability",
+    "targets are only looked up",
+    "validation is not trained on",
+    "the whole validation",
+    "the track's constants",
+    "each token once",
+    "warm-up is undone",
+    "the clock",
+    "reproducible",
+    "the log's script",
+)
+OK = "ok"
+FILE_NAME = "referee.txt"
+
+
+class Verdict(NamedTuple):
+    """Holds what a referee.txt says."""
+
+    script_hash: str  # sha256, 64 hexadecimal digits
+    preset: str
+    results: dict[str, str]  # by rule: "ok", "broken: ..." or "not shown: ..."
+
+    @property
+    def passed(self) -> bool:
+        """Tells whether every rule is ok."""
+        return all(self.results.get(rule, "").split(":")[0] == OK for rule in RULES)
+
+
+def read_verdict(path: str | Path) -> Verdict:
+    """Reads a referee.txt. Needs no torch. Raises OSError if there is none; what is damaged counts as ""."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    script = re.search(r"^script: .* sha256 ([0-9a-f]{64})$", text, re.MULTILINE)
+    preset = re.search(r"^preset: (\S+)$", text, re.MULTILINE)
+    results = {}
+    for rule, result in re.findall(r"^[ \d]\d  (\S.*?)  +(\S.*)$", text, re.MULTILINE):
+        results[rule] = result
+    return Verdict(script[1] if script else "", preset[1] if preset else "", results)
+
+
+def table(script: Path, preset: str, log: Path | None, results: dict[str, str]) -> str:
+    """Returns the text of a referee.txt."""
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    lines = [f"script: {script.name} sha256 {digest}", f"preset: {preset}"]
+    if log is not None:
+        lines.append(f"log: {log.name}")
+    lines.append("")
+    for number, rule in enumerate(RULES, 1):
+        lines.append(f"{number:2}  {rule:28} {results[rule]}")
+    return "\n".join(lines) + "\n"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the rules. Returns the number of those that are broken."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # the presets are for a CPU, where the same steps give the same bits
+    )
+    import rules
+
+    data = ROOT / tracks.TRACKS[args.preset]["data"]
+    if not data.is_dir():
+        raise UserError(f"{data} is not there; ./run.sh --preset {args.preset} makes it")
+    with tempfile.TemporaryDirectory() as folder:
+        results = rules.judge(rules.Case(args.script, args.preset, Path(folder), data, args.log))
+    text = table(args.script, args.preset, args.log, results)
+    print(text, end="")
+    if args.log is None:
+        target = ROOT / "records" / args.preset / "attempts" / FILE_NAME
+        target.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        target = args.log.parent / FILE_NAME
+    target.write_text(text, encoding="utf-8")
+    return sum(result.startswith("broken") for result in results.values())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("referee.py", __doc__)
+    add = parser.add_argument
+    add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", metavar="SCRIPT.py")
+    add("--preset", choices=["cpu", "words"], default="cpu", help="default: %(default)s")
+    add("--log", type=Path, help="of a run of the script")
+    broken = []
+    run_script(lambda args: broken.append(run(args)), parser, argv)
+    sys.exit(broken[0] > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Tests of CUDA graphs, for which a CPU has a stand-in: operations that are recorded, and replayed.
+
+A replay does the recorded operations again on the same memory, and runs no Python of the script. So what it
+computes depends on nothing that Python decides between two replays. What a stand-in cannot show is whether a
+GPU can capture these operations, and how its streams and allocator behave.
+"""
+
+import contextlib
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train_gpt as tg
+from golden_inputs import prefetch_exchange
+from test_distributed import build, digest, few_layers, run_steps  # noqa: F401 (a fixture)
+
+NGRAMS = tg.Ngrams(orders=(2, 3), rows_per_order=200, width=12, dtype="float32")
+VARIANTS = {
+    "bigrams": {},
+    "ngrams, no pointer": {"ngrams": NGRAMS, "pointer_dim": 0},
+    "fp8": {"fp8": True},
+    "one micro-batch": {"microbatches": 1},
+}
+
+SAVED_AFTER = 12  # steps: then no gradient awaits its update
+
+
+class Recorder(TorchDispatchMode):
+    """Lists operations, with their arguments and results."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        results = function(*args, **kwargs)
+        self.operations.append((function, args, kwargs, results))
+        return results
+
+
+class StandInGraph:
+    """Takes the place of torch.cuda.CUDAGraph."""
+
+    count = 0
+
+    def __init__(self):
+        self.operations = []
+        self.recorded_now = True
+        StandInGraph.count += 1
+
+    @torch.no_grad()
+    def replay(self):
+        if self.recorded_now:  # recording has done the work already, which a capture does not
+            self.recorded_now = False
+            return
+        for function, args, kwargs, results in self.operations:
+            again = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(results), tree_leaves(again)):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@contextlib.contextmanager
+def record(graph, pool, capture_error_mode):
+    """Takes the place of torch.cuda.graph."""
+    assert pool == "pool" and capture_error_mode == "thread_local"
+    with Recorder() as recorder:
+        yield
+    graph.operations = recorder.operations
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(StandInGraph, "count", 0)
+
+
+@pytest.fixture(scope="module")
+def cfg(few_layers):  # noqa: F811
+    """Returns a config with four or more steps of each number of sampled columns and of losses."""
+    first, second, third, last = few_layers.stages
+    stages = (
+        replace(first, steps=8, prefix=(0.25, 0.0)),
+        replace(second, steps=4, prefix=(0.25,)),
+        replace(third, steps=4),
+        replace(last, steps=6),
+    )
+    cfg = replace(few_layers, stages=stages, head_chunk=16, late_updates_from=10)
+    return replace(cfg, dtype="float32", bank_dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain(cfg):
+    """Returns what train() returns without graphs, once for each config."""
+    known = {}
+
+    def train_once(cfg):
+        if cfg not in known:
+            known[cfg] = train(cfg)
+        return known[cfg]
+
+    return train_once
+
+
+def start(cfg):
+    """Returns what a warmed-up run works with."""
+    _, model, optimizer = build(0, 1, cfg, backend=tg.TORCH_BACKEND._replace(fp8=cfg.fp8))
+    data = tg.open_dataset(cfg)
+    training = tg.Training(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch_exchange(0, 1))
+    tg.warm_up(training)
+    return training
+
+
+def train(cfg, saved=None):
+    """Trains after a warm-up, or goes on from a checkpoint. Returns losses, parameters, and a checkpoint.
+
+    The graphs' run validates between steps, with other stages' rotary tables; a step's inputs stay in place.
+    """
+    training = start(cfg)
+    model, optimizer = training.model, training.optimizer
+    warmed_up = StandInGraph.count
+    first, position = 0, (0, 0)
+    if saved:
+        tg.restore(saved, model, optimizer)
+        first, position = saved["step"], saved["position"]
+    losses = []
+    checkpoint = None
+    for batch, loss in run_steps(model, optimizer, first, position):
+        step = batch.plan.step
+        losses.append(loss.item())
+        if step + 1 == SAVED_AFTER:
+            optimizer.wait()
+            checkpoint = tg.training_state(model, optimizer)
+            checkpoint |= {"step": step + 1, "position": batch.position}
+            if optimizer.ngrams:
+                ngrams = optimizer.ngrams.state_dict()
+                checkpoint["ngrams"] = {name: t.clone() for name, t in ngrams.items()}
+        elif cfg.cuda_graphs:
+            model.use_stage((batch.plan.stage + step) % len(cfg.stages))
+            tg.validate(model, training.val, optimizer.exchange, batch.plan.windows)
+    if cfg.cuda_graphs:
+        assert StandInGraph.count == warmed_up, "a graph was captured on the clock"
+        for graph, _ in model.graphs.captured.values():
+            assert len(graph.operations) > 500
+    return losses, digest(model, optimizer), checkpoint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replays_change_no_bit(cfg, variant, plain, stand_ins):
+    cfg = replace(cfg, **VARIANTS[variant])
+    losses, parameters, _ = plain(cfg)
+    assert StandInGraph.count == 0
+    losses_by_graphs, parameters_by_graphs, _ = train(replace(cfg, cuda_graphs=True))
+    assert StandInGraph.count >= 8
+    assert losses_by_graphs == losses
+    assert parameters_by_graphs == parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["ngrams, no pointer", "fp8"])
+def test_a_resumed_run_replays_its_own_graphs(cfg, variant, plain, stand_ins):
+    cfg = replace(cfg, **VARIANTS[variant])
+    losses, parameters, checkpoint = plain(cfg)
+    losses_after, parameters_after, _ = train(replace(cfg, cuda_graphs=True), checkpoint)
+    assert losses_after == losses[SAVED_AFTER:]
+    assert parameters_after == parameters
+
+
+def forget_written(patch):
+    patch.setattr(tg.Optimizer, "written", lambda self: ())
+
+
+def add_a_number_of_the_host(patch):
+    """Multiplies each micro-batch's gradient by another number, which a replay does not see."""
+    head = tg.GPT.head_loss_and_grad
+    calls = itertools.count(1)
+
+    def head_times_number(*args, **kwargs):
+        loss, dx = head(*args, **kwargs)
+        return loss, dx * (1 + next(calls) / 1000)
+
+    patch.setattr(tg.GPT, "head_loss_and_grad", head_times_number)
+
+
+def make_inputs_anew(patch):
+    initialize = tg.GPT.initialize
+
+    def with_new_tensors(self, seed):
+        initialize(self, seed)
+        self.fixed_buffer = torch.empty
+
+    patch.setattr(tg.GPT, "initialize", with_new_tensors)
+
+
+def make_signs_anew(patch):
+    train_step = tg.train_step
+
+    def with_new_signs(model, *args):
+        model.signs = -model.signs
+        return train_step(model, *args)
+
+    patch.setattr(tg, "train_step", with_new_signs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutate", [forget_written, add_a_number_of_the_host, make_inputs_anew, make_signs_anew]
+)
+def test_what_a_graph_cannot_see_is_found(cfg, mutate, stand_ins):
+    """Checks that the tests above can fail: runs differ, or graphs are captured on the clock or never."""
+    cfg = replace(cfg, stages=cfg.stages[2:], late_updates_from=2)
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        plain = train(cfg)[:2]
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        with pytest.raises((AssertionError, TypeError)):
+            assert train(replace(cfg, cuda_graphs=True))[:2] == plain
+
+
+def test_the_warm_up_captures_what_the_record_does():
+    """Counts how often the warm-up does each kind of step of the record preset: the second time captures."""
+    cfg = tg.RECORD
+    counts = Counter()
+    for steps in tg.warmup_steps(cfg):
+        counts.update(kind_of(cfg, step) for step in steps)
+    for step in range(cfg.steps):
+        assert counts[kind_of(cfg, step)] >= 2, step
+
+
+def kind_of(cfg, step):
+    """Returns what a step's graph depends on. lm_head is updated after every second step."""
+    plan = tg.plan_step(cfg, step)
+    return plan.stage, plan.sampled_columns, len(plan.loss_weights), step % 2

@@ -1,0 +1,74 @@
+"""Tests records/pictures.py: the public records and README's pictures are what is committed."""
+
+import pictures
+import pytest
+from compare import HERE
+
+
+def test_the_pictures_and_the_table_are_what_their_sources_give():
+    fix = "python records/pictures.py"
+    for path, picture in pictures.read_pictures().items():
+        assert picture.mark.encode() in path.read_bytes() and path.stat().st_size < 100_000, fix
+    assert pictures.read_page() == (HERE / "README.md").read_text(), fix
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Writes another records/ and bench/curves, with one picture of each kind."""
+    (tmp_path / "history.csv").write_text(
+        'number,minutes,date,change,source\n1,45,2024-05-28,"all, at first",PR 1\n'
+        "3,24.9,2024-10-04,Muon | more,PR 2\n3,25.0,2024-11-04,timed again,PR 3\n"
+    )
+    (tmp_path / "README.md").write_text("before\n<!-- history -->\nold\n<!-- /history -->\nafter\n")
+    (tmp_path / "log.txt").write_text("step:1/1 val_loss:3.2 train_time:9ms step_avg:9ms\n")
+    monkeypatch.setattr(pictures, "HERE", tmp_path)
+    monkeypatch.setattr(pictures, "CURVES", tmp_path)
+    monkeypatch.setattr(pictures, "PICTURES", {"a.png": ({"one": "log.txt"}, ("training time, s",))})
+    return tmp_path
+
+
+PAGE = """before
+<!-- history -->
+| # | minutes | date | change | source |
+| --- | --- | --- | --- | --- |
+| 1 | 45 | 2024-05-28 | all, at first | PR 1 |
+| 3 | 24.9 | 2024-10-04 | Muon \\| more | PR 2 |
+| 3 | 25.0 | 2024-11-04 | timed again | PR 3 |
+<!-- /history -->
+after
+"""
+
+
+@pytest.mark.slow
+def test_the_table_is_written_and_what_changed_is_drawn(folder):
+    pictures.main([])
+    drawn = [folder / "a.png", folder / "history.png"]
+    assert (folder / "README.md").read_text() == PAGE
+    for picture in drawn:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.write_bytes(picture.read_bytes() + b"not drawn again")
+    with open(folder / "history.csv", "a") as history:
+        history.write("4,20,2025-01-01,a,b\n")
+    pictures.main([])
+    assert "| 4 | 20 |" in (folder / "README.md").read_text()
+    assert [picture.read_bytes().endswith(b"not drawn again") for picture in drawn] == [True, False]
+
+
+def test_nothing_is_written_if_a_log_cannot_be_read(folder):
+    (folder / "log.txt").unlink()
+    with pytest.raises(SystemExit, match=r"pictures.py: .*/log.txt: no such file"):
+        pictures.main([])
+    assert "old" in (folder / "README.md").read_text()
+
+
+def test_the_public_history():
+    rows = pictures.read_history().rows
+    numbers = dict.fromkeys(row.number for row in rows)
+    assert list(numbers) == list(map(str, range(1, 93)))
+    days = [row.date for row in rows]
+    assert days == sorted(days)
+    for row in rows:
+        assert row.change and row.source
+    # Each record is faster than the one before, except record 21 when it was timed again.
+    times = [float(row.minutes) for row in rows]
+    assert [i for i in range(1, len(times)) if times[i] >= times[i - 1]] == [21, 22]

@@ -1,0 +1,268 @@
+"""Tests records/referee.py by cheating: edits of the script that each break a rule, and honest ones.
+
+An edit replaces a text that the script has exactly once.
+"""
+
+from pathlib import Path
+
+import pytest
+import referee
+import rules
+
+import train_gpt as tg
+from launch import TINY, make_corpus
+
+SCRIPT = Path(tg.__file__)
+# A run of a second: two micro-batches, n-grams, and what TINY has.
+SETTINGS = [*TINY, "microbatches=2", "val_slice_tokens=128"]
+SETTINGS += ["ngrams.orders=2,3", "ngrams.rows_per_order=512", "ngrams.width=16"]
+NO_POINTER = ["pointer_dim=0"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    make_corpus(folder)
+    return folder
+
+
+def edited(folder, *edits):
+    """Writes a copy of the script with each (old, new) text replaced. Returns its path."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    for old, new in edits:
+        count = text.count(old)
+        assert count == 1, f"train_gpt.py has {old!r} {count} times: give this edit another text to replace"
+        text = text.replace(old, new)
+    script = folder / "train_gpt.py"
+    script.write_text(text, encoding="utf-8")
+    return script
+
+
+def judge(script, corpus, folder, *settings, log=None, only=referee.RULES):
+    runs = folder / "runs"
+    runs.mkdir()
+    return rules.judge(rules.Case(script, "cpu", runs, corpus, log, [*SETTINGS, *settings]), only)
+
+
+# What the head computes in validation, and a step of the timed loop: several edits begin there.
+LOSSES = "losses.append(next_token_losses(logits, micro_batch.targets[rows], pointer_probs, cfg.softcap))"
+STEP = "        losses.push(done, train_step(model, optimizer, batch, batches.peek))\n"
+BUILD = "    model, optimizer = build(cfg, backend, exchange, args.seed)\n"
+CROSS_ENTROPY = 'return F.cross_entropy(z, targets, reduction="none")'
+MEAN_OF_SLICES = "return exchange.all_reduce(losses).wait().mean().item()"
+
+# (rule, name): the edit, and settings.
+CHEATS = {
+    ("causal", "attention sees one token ahead"): (
+        ["(keys <= positions.view(-1, block, 1))", "(keys <= positions.view(-1, block, 1) + 1)"],
+        [],
+    ),
+    ("causal", "keys come from the token after"): (
+        [
+            "torch.cat([passthrough[:1], passthrough[:-1]])",
+            "torch.cat([passthrough[1:], passthrough[-1:]])",
+        ],
+        [],
+    ),
+    ("causal", "the next token is smeared into this one"): (
+        [
+            "torch.cat([embed[:1], embed[1:] + share * embed[:-1]])",
+            "torch.cat([embed[:-1] + share * embed[1:], embed[-1:]])",
+        ],
+        [],
+    ),
+    ("causal", "n-grams are hashed with the token to come"): (
+        ["hash_ngrams(tokens[:-1], hashed", "hash_ngrams(tokens[1:], hashed"],
+        [],
+    ),
+    ("causal", "the stream is centred over all positions"): (
+        ["        return final_norm(x, self", "        x = x - x.mean(0)\n        return final_norm(x, self"],
+        [],
+    ),
+    ("targets are only looked up", "targets choose the head's columns"): (
+        [
+            LOSSES,
+            "columns = micro_batch.targets[rows].unique()\n"
+            "            own = torch.searchsorted(columns, micro_batch.targets[rows])\n"
+            "            losses.append(next_token_losses(logits[:, columns], own, None, cfg.softcap))",
+        ],
+        NO_POINTER,
+    ),
+    ("a probability", "a mixture that sums to 1.02"): (
+        ["p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()"]
+        + ["p_vocab * (1.02 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()"],
+        [],
+    ),
+    ("a probability", "a softmax over the target and few others"): (
+        [
+            CROSS_ENTROPY,
+            "own = z.gather(1, targets[:, None])\n"
+            "        return torch.cat([own, z[:, ::5]], 1).logsumexp(1) - own[:, 0]",
+        ],
+        NO_POINTER,
+    ),
+    ("a probability", "a document's first token costs nothing"): (
+        [
+            "        return torch.cat(losses)\n",
+            "        return torch.cat(losses).masked_fill(micro_batch.targets == cfg.bos_id, 0.0)\n",
+        ],
+        [],
+    ),
+    ("a probability", "losses are divided by the temperature"): (
+        [CROSS_ENTROPY, CROSS_ENTROPY + " / 1.02"],
+        NO_POINTER,
+    ),
+    ("validation is not trained on", "the validation shard is among the training shards"): (
+        ['train = find_shards(cfg.data, "train")']
+        + ['train = find_shards(cfg.data, "val") + find_shards(cfg.data, "train")'],
+        [],
+    ),
+    ("validation is not trained on", "validation trains"): (
+        [MEAN_OF_SLICES, "model.lm_head.data.mul_(1.001)\n    " + MEAN_OF_SLICES],
+        [],
+    ),
+    ("validation is not trained on", "weights follow the validation's loss"): (
+        [STEP, STEP + "        model.scalars.data.add_(closing_loss(training) * 1e-3)\n"]
+        + [
+            "def train(\n",
+            "def closing_loss(training):\n    return float(training.val.tokens.sum() % 7)\n\n\ndef train(\n",
+        ],
+        [],
+    ),
+    ("the whole validation", "half of the slices"): (
+        ["slices = slices or model.cfg.val_slices", "slices = slices or max(1, model.cfg.val_slices // 2)"],
+        [],
+    ),
+    ("the whole validation", "the mean of the best slices"): (
+        [
+            MEAN_OF_SLICES,
+            "return exchange.all_reduce(losses).wait().sort().values[: slices - 1].mean().item()",
+        ],
+        [],
+    ),
+    ("the whole validation", "the easiest documents first"): (
+        [
+            "paths])[:need]\n",
+            "paths])[:need]\n"
+            "        starts = np.flatnonzero(self.tokens == cfg.bos_id)\n"
+            "        parts = sorted(np.split(self.tokens, starts), key=len)\n"
+            "        self.tokens = np.concatenate(parts)\n",
+        ],
+        [],
+    ),
+    ("the whole validation", "the training text"): (
+        ["ValLoader(cfg, data.val)", "ValLoader(cfg, data.train)"],
+        [],
+    ),
+    ("the whole validation", "a lower loss in the log"): (
+        ["        loss = validate(", "        loss = 0.99 * validate("],
+        [],
+    ),
+    ("the track's constants", "one slice"): (["    val_slices=128,", "    val_slices=1,"], []),
+    ("the track's constants", "a higher target"): (["    target=1.07,", "    target=3.5,"], []),
+    ("each token once", "a second pass over the first documents"): (
+        [
+            "        firsts = self.advance(plan",
+            "        if plan.step == cfg.steps // 2:\n"
+            "            self.document = 0\n"
+            "        firsts = self.advance(plan",
+        ],
+        [],
+    ),
+    ("each token once", "each batch twice through the model"): (
+        ["for micro_batch in batch.micro_batches:", "for micro_batch in 2 * batch.micro_batches:"],
+        [],
+    ),
+    ("warm-up is undone", "a warm-up that stays"): (["    restore(before, model, optimizer)\n", ""], []),
+    ("warm-up is undone", "momentum of the warm-up stays"): (
+        [
+            "    restore(before, model, optimizer)\n",
+            "    kept = map_tensors(torch.clone, optimizer.params['lm_head'].state)\n"
+            "    restore(before, model, optimizer)\n"
+            "    for t, saved in zip(tree_leaves(optimizer.params['lm_head'].state), tree_leaves(kept)):\n"
+            "        t.copy_(saved)\n",
+        ],
+        [],
+    ),
+    ("warm-up is undone", "steps before the clock"): (
+        [
+            BUILD,
+            BUILD + "    loader = TrainLoader(cfg, data.train, rank, world_size)\n"
+            "    early = Prefetcher(loader, [plan_step(cfg, step) for step in range(2)], ids_exchange)\n"
+            "    for _ in range(2):\n"
+            "        train_step(model, optimizer, early.next(), early.peek)\n"
+            "    loader.close()\n",
+        ],
+        [],
+    ),
+    ("the clock", "it stops in the optimizer"): (
+        [
+            "    bar = progress_bar(total=cfg.steps",
+            "    update = optimizer.step\n\n"
+            "    def step(*arguments):\n"
+            "        with clock.paused():\n"
+            "            update(*arguments)\n\n"
+            "    optimizer.step = step\n"
+            "    bar = progress_bar(total=cfg.steps",
+        ],
+        [],
+    ),
+    ("the clock", "it is slow"): (["yield 1000 * (stopped", "yield 900 * (stopped"], []),
+    ("the clock", "it starts after the first steps"): (
+        [STEP, STEP + "        if step == 2:\n            clock.began = clock.synchronized()\n"],
+        [],
+    ),
+    ("reproducible", "the seed is the time"): (
+        [
+            '        """Sets all parameters to their initial',
+            '        seed = time.time_ns()\n        """Sets all parameters to their initial',
+        ],
+        [],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule,name", CHEATS, ids="-".join)
+def test_cheat_is_caught_by_its_rule(rule, name, corpus, tmp_path):
+    texts, settings = CHEATS[rule, name]
+    script = edited(tmp_path, *zip(texts[::2], texts[1::2]))
+    found = judge(script, corpus, tmp_path, *settings, only=[rule])
+    assert found[rule].startswith("broken: ")
+
+
+HONEST = {
+    "the script as it is": ([], []),
+    "another activation": (
+        ["return F.linear(h, fc).relu_().square()", "return F.linear(h, fc).relu_().square().mul_(0.5)"]
+        + ["return (2 * dy @ proj.T).mul_(root)", "return (dy @ proj.T).mul_(2**0.5 * root)"],
+        [],
+    ),
+    "another schedule": ([], ["cooldown_frac=0.7", "stages.1.lr_mul=1.1", "averages.0.rate=0.2"]),
+    "a wider model": ([], ["head_dim=16", "mlp_dim=48"]),
+    "no pointer": ([], NO_POINTER),
+    "another optimizer": (
+        ["update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)"]
+        + ["update = 0.1 * step_size * lr_mul * exp_avg.sign()"],
+        [],
+    ),
+    "another batch size": ([], ["stages.*.batch_tokens=512"]),
+    "later targets": ([], ["stages.*.mtp=1,0.5,0.2"]),
+    "a learned scale": (
+        ["        return final_norm(x", "        return (1 + self.scalars[-1]) * final_norm(x"],
+        [],
+    ),
+    "another softcap": ([], ["softcap.scale=15", "softcap.shift=1"]),
+    "no n-grams": ([], ["ngrams.orders="]),
+    "one micro-batch": ([], ["microbatches=1"]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_edit_passes(name, corpus, tmp_path):
+    texts, settings = HONEST[name]
+    script = edited(tmp_path, *zip(texts[::2], texts[1::2]))
+    found = judge(script, corpus, tmp_path, *settings)
+    del found["the log's script"]  # there is no log
+    assert all(result.startswith("ok") for result in found.values()), found

@@ -1,0 +1,35 @@
+"""Tests records/tracks.py: the tracks' constants are the presets', and other values are named."""
+
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import tracks
+
+from train_gpt import PRESETS
+
+PRESET_OF = {"cpu": "cpu", "words": "words", "gpt2-small": "record"}
+
+
+@pytest.mark.parametrize("track", tracks.TRACKS)
+def test_the_presets_have_their_tracks_constants(track):
+    """The target of `words` rises with its next record, and the preset's with it."""
+    cfg = PRESETS[PRESET_OF[track]]
+    assert cfg.track == track
+    assert tracks.differences(track, asdict(cfg), is_listed=True) == []
+    expected = ["target is 2.9, not 2.5"] if track == "words" else []
+    assert tracks.differences(track, asdict(cfg)) == expected
+
+
+def test_other_values_are_named():
+    cfg = replace(PRESETS["cpu"], val_slices=1, target=3.5, heads=8)
+    assert tracks.differences("cpu", asdict(cfg)) == ["target is 3.5, not 1.07", "val_slices is 1, not 128"]
+    assert tracks.differences("cpu", asdict(cfg), is_listed=True)[0] == "target is 3.5, not 1.07"
+    assert len(tracks.differences("cpu", {})) == 5
+
+
+def test_the_table_needs_no_package():
+    program = "import sys, tracks; assert not {'torch', 'numpy'} & set(sys.modules)"
+    folder = tracks.__file__.rpartition("/")[0]
+    subprocess.run([sys.executable, "-S", "-c", program], cwd=folder, check=True)
