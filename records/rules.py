@@ -14,6 +14,7 @@ import torch
 import tracks
 from referee import OK, RULES
 from torch import Tensor
+from tqdm import tqdm
 from watch import Watch, copy_data, find_tokens, load_script
 
 from scripts import UserError
@@ -66,8 +67,10 @@ class Case:
         self.is_noisy = False
 
     def run(self, kind: str) -> Watch:
-        """Returns a run, which is made once."""
+        """Returns a run, which is made once. Raises RuntimeError if that failed before."""
         if kind not in self.runs:
+            if (self.folder / kind).exists():
+                raise RuntimeError(f"the run `{kind}` failed")
             self.runs[kind] = self.make_run(kind)
         return self.runs[kind]
 
@@ -83,7 +86,7 @@ class Case:
         script = folder / self.script.name
         script.write_bytes(self.script.read_bytes())
         watch = Watch(script, kind in ("full", "reseeded"))
-        seed = str(int(kind == "reseeded"))
+        seed = "1" if kind == "reseeded" else "0"
         watch.run(folder, ["--preset", self.preset, "--seed", seed, "--set", *chosen])
         return watch
 
@@ -388,7 +391,7 @@ CHECKS: dict[str, Callable[[Case], str]] = {
 def judge(case: Case, rules: Sequence[str] = RULES) -> dict[str, str]:
     """Returns what the table says of each of `rules`."""
     results = {}
-    for rule, check in CHECKS.items():
+    for rule, check in tqdm(CHECKS.items(), "rules", leave=False, disable=None):
         if rule in rules:
             try:
                 results[rule] = check(case)

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import io
 import os
+import re
 import shutil
 import sys
 import time
@@ -18,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HEADER_BYTES = 1024  # of a shard; its tokens are uint16 after it
-
 
 def load_script(path: Path) -> ModuleType:
     """Imports a script anew, by a name of its own: torch's operations have it, and cannot be made twice."""
@@ -32,9 +31,9 @@ def load_script(path: Path) -> ModuleType:
 
 
 def find_tokens(folder: Path, split: str) -> np.ndarray:
-    """Returns the tokens (n,) uint16 of a folder's shards of a split."""
+    """Returns the tokens (n,) uint16 of a folder's shards of a split, which follow 1024 bytes of header."""
     paths = sorted(folder.glob(f"*_{split}_*.bin"))
-    return np.concatenate([np.fromfile(path, "<u2", offset=HEADER_BYTES) for path in paths])
+    return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
 
 
 def mark(tokens: np.ndarray, bos_id: int, vocab_size: int, seed: int) -> None:
@@ -55,7 +54,7 @@ def copy_data(source: Path, folder: Path, others: Sequence[tuple[str, float]]) -
     for pattern, share in others:
         for path in folder.glob(pattern):
             vocab_size, bos_id = np.fromfile(path, "<i4", 5)[3:].tolist()
-            tokens = np.memmap(path, "<u2", "r+", HEADER_BYTES)
+            tokens = np.memmap(path, "<u2", "r+", 1024)
             seed = zlib.crc32(path.name.encode())
             # A shard of GPT-2's tokens has zeros in its header.
             mark(tokens[int(share * len(tokens)) :], bos_id or 50256, vocab_size or 50257, seed)
@@ -101,16 +100,16 @@ class Watch:
             os.chdir(before)
             gc.unfreeze()  # the script freezes all that there is
         if status:
-            raise RuntimeError(screen.getvalue().strip().splitlines()[-1])
+            raise RuntimeError(*re.findall(".*[Ee]rror.*", screen.getvalue())[-1:])
         for path in folder.glob("records/*/*/*.txt"):
             self.log = path.read_text(encoding="utf-8")
 
     def weights(self) -> list[Tensor]:
-        """Returns the weights, and what the table of n-grams has."""
+        """Returns the weights, and the table of n-grams."""
         tensors = list(self.model.state_dict().values())
         ngrams = getattr(self.model, "ngrams", None)
         if ngrams is not None:
-            tensors += ngrams.state_dict().values()
+            tensors.append(ngrams.block)
         return tensors
 
     def checksum(self) -> int:
