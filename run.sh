@@ -35,7 +35,6 @@ done
 [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "--seed must be a whole number of at most 9 digits, not '$seed'"
 processes=${NPROC_PER_NODE:-2}
 [[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || die "NPROC_PER_NODE must be a number from 1 on, not '$processes'"
-[[ $runs == 1 || " ${args[*]}" != *' --'@(save|resume)* ]] || die "--save and --resume need --runs 1"
 preset=${preset:-cpu}
 [[ $preset == record ]] || export CUDA_VISIBLE_DEVICES='' gpu=''
 same=(--preset="$preset" ${data:+--data="$data"})

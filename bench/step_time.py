@@ -587,7 +587,9 @@ def choose_stages(args: argparse.Namespace, configs: Sequence[tg.Config]) -> lis
 
 
 def run(args: argparse.Namespace) -> None:
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if args.preset == "record" and torch.cuda.is_available():  # as in a run
+        device = torch.device("cuda", 0)
     cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
     names = ["base"]
     configs = [cfg]
