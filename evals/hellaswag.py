@@ -172,9 +172,8 @@ def score(losses: Sequence[np.ndarray], label: int) -> np.ndarray:
     Of n endings that have the least, up to rounding, each counts 1 / n, as if one of them were drawn.
     """
     means_and_sums = np.array([(x.mean(), x.sum()) for x in losses])
-    least = np.isclose(
-        means_and_sums, means_and_sums.min(0)
-    )  # where a text is in its batch changes last bits
+    # Where a text is in its batch changes the last bits.
+    least = np.isclose(means_and_sums, means_and_sums.min(0))
     return least[label] / least.sum(0)
 
 
