@@ -10,9 +10,8 @@
 # Paths are relative to this folder. Variables: PYTHON, to use or to make .venv with; NPROC_PER_NODE.
 
 set -euo pipefail
-# If the screen is closed, as by 2>&-, other files would be in its place, and bash's own, this one, is
-[[ -e /dev/fd/1 && ! /dev/fd/1 -ef $0 ]] || exec >/dev/null
-[[ -e /dev/fd/2 && ! /dev/fd/2 -ef $0 ]] || exec 2>/dev/null
+# A run outlives who reads it, such as `head`, and a screen that was closed by >&-.
+[[ -t 1 && -t 2 ]] || exec > >(cat || cat >/dev/null) 2>&1
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 export RUN_COMMAND=$(printf '%q ' ./run.sh "$@")   # for compare.py
 export RUN_DATE=$(date +%F)   # one folder for all runs, if midnight passes
@@ -36,6 +35,7 @@ done
 [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "--seed must be a whole number of at most 9 digits, not '$seed'"
 processes=${NPROC_PER_NODE:-2}
 [[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || die "NPROC_PER_NODE must be a number from 1 on, not '$processes'"
+[[ $runs == 1 || " ${args[*]}" != *' --'@(save|resume)* ]] || die "--save and --resume need --runs 1"
 preset=${preset:-cpu}
 [[ $preset == record ]] || export CUDA_VISIBLE_DEVICES='' gpu=''
 same=(--preset="$preset" ${data:+--data="$data"})

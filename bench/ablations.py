@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Trains variants of a preset with paired seeds, and prints how their losses differ from the preset's.
+"""Trains variants of a preset with paired seeds. Prints how their losses differ, and what that is in time.
 
-    python bench/ablations.py "mudd_gates=false" --jobs 2
+    python bench/ablations.py my_idea.py --tiny
+    python bench/ablations.py my_idea.py "mudd_gates=false" --jobs 2
     python bench/ablations.py "bigrams: ngrams.orders=" \\
         "rate 0.5: ngrams.lr=0.5 ngrams.update_every=2,2" --jobs 2 --set length=0.5 val_slices=48
 
@@ -10,8 +11,9 @@ is a script to run in place of train_gpt.py; one that ends in .patch is a file, 
 copy of the script. The preset as it is comes first, and is what they are compared with. --set, after the
 variants, has settings of all. They are applied before a variant's: with length=0.5 the whole schedule is half
 as long, but stages.0.steps=40 of a variant means 40 steps. Every run is one process with one thread, so that
---jobs of them share a machine, and so its time is no measurement. All variants run with the first seed, then
-all with the next. A run of the `cpu` or `words` preset takes up to two minutes.
+--jobs of them share a machine. All variants run with the first seed, then all with the next. A run of the
+`cpu` or `words` preset takes up to two minutes. --tiny first: ten steps of each variant, in about 20 seconds,
+show whether it runs. Their losses mean nothing and are not kept.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
 weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference below two
@@ -20,6 +22,24 @@ differences that are only noise pass two.
 
 Runs are kept in --out, a JSON line each, and not repeated there with the same script, data, settings and
 seed.
+
+Then come the times, unless --losses-only is given:
+
+    its steps  the time of a variant's whole run, by steps and not by runs, divided by the baseline's. After
+               2 steps of warm-up, 12 steps of each stage alternate between the two, in this process with one
+               thread. They make 6 pairs of successive steps, since Adam updates after every second, and each
+               pair of all stages, times the stages' steps, makes a ratio. Printed is the median of the 6, +-
+               the distance of its quartiles / sqrt(6), about its standard error
+    less time  until the variant has the loss that the baseline ends with. The baseline also runs with 0.8 of
+               its steps. If that costs k nats, a lower loss by d is worth as many steps as the baseline needs
+               for it, if its loss falls evenly over the logarithm of the steps: 0.8^(d / k) of them. Times
+               the ratio above, this is the time. The 95 % interval is that of Student's t, from the errors of
+               d / k, over seeds, and of the ratio. It does not count that the loss falls otherwise. Beyond k
+               it is marked as extrapolated
+
+So the slope k comes from whole runs of two lengths, and not from one run's curve, which falls faster at its
+end because the learning rate does. Such an estimate chooses what to try with fewer steps. It proves nothing:
+a record needs runs of both scripts side by side.
 """
 
 import argparse
@@ -29,13 +49,13 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent import futures
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -45,7 +65,16 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "records")]
 import compare
 
 import train_gpt as tg
-from scripts import make_parser, number, target
+from scripts import UserError, make_parser, number, run_script, target
+from worth import SHORTER, Side, in_time, paired, time_ratios
+
+TINY = ["length=0.05", "warmup=false", "val_slices=4", "samples=0"]
+BASELINE = "as it is"
+SHORT_BASELINE = f"{SHORTER} of the steps"
+
+# PR_SET_PDEATHSIG, which exec keeps: a run is killed when this script ends, also if that is killed.
+END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+RUNNING: set[subprocess.Popen] = set()
 
 
 class Variant(NamedTuple):
@@ -98,7 +127,7 @@ def script_of(files: list[str], script: Path, folder: Path) -> Path:
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if run.returncode:
-            raise compare.UserError(f"{patch} does not fit {script}: {run.stderr.strip()}")
+            raise UserError(f"{patch} does not fit {script}: {run.stderr.strip()}")
     return copy
 
 
@@ -107,11 +136,19 @@ def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
     command = [sys.executable, str(script), "--preset", preset]
     command += options
     command += [f"--set={setting}" for setting in settings]
-    run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    if run.returncode:
-        errors = re.findall(r"^.*error.*$", run.stderr, re.M | re.I) or ["no error was printed"]
-        raise compare.UserError(f"{' '.join(command)} failed: {errors[-1]}")
-    return run.stdout
+    launcher = []
+    if sys.platform == "linux":
+        launcher = [sys.executable, "-I", "-c", END_WITH_PARENT]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(launcher + command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    RUNNING.add(child)
+    printed, complaints = child.communicate()
+    RUNNING.discard(child)
+    if child.returncode:
+        errors = re.findall(r"^.*error.*$", complaints, re.M | re.I) or ["no error was printed"]
+        raise UserError(f"{' '.join(command)} failed: {errors[-1]}")
+    return printed
 
 
 def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
@@ -125,17 +162,24 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
             if path.exists():
                 paths.append(path)
     if not paths:
-        raise compare.UserError(f"{script} has not printed the path of its log")
+        raise UserError(f"{script} has not printed the path of its log")
     path = os.path.relpath(paths[-1])
     (result,), _ = compare.read_log(path)
     # The last validation's, which val_loss leaves out if a small text was read twice.
     return {"loss": result.curve[-1][1], "log": path}
 
 
+def last_value(name: str, settings: list[str], default: str) -> str:
+    """Returns the value of a setting: the last one counts."""
+    for setting in settings:
+        if setting.startswith(f"{name}="):
+            default = setting[len(name) + 1 :]
+    return default
+
+
 def data_of(preset: str, settings: list[str]) -> str:
     """Returns a hash of the shards that a run reads."""
-    named = [setting[5:] for setting in settings if setting.startswith("data=")]
-    folder = Path([tg.PRESETS[preset].data, *named][-1])  # the last counts
+    folder = Path(last_value("data", settings, tg.PRESETS[preset].data))
     return tg.dataset_hash(sorted(folder.glob("*.bin")))
 
 
@@ -151,17 +195,6 @@ def read_results(path: Path) -> dict[tuple, float]:
     return done
 
 
-def paired(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the mean of losses - base, pair by pair, its standard error, and p; nan: undefined."""
-    from scipy.stats import ttest_rel
-
-    differences = [a - b for a, b in zip(losses, base, strict=True)]
-    if len(set(differences)) == 1:  # one pair, or pairs without spread
-        return differences[0], math.nan, math.nan
-    error = stdev(differences) / math.sqrt(len(differences))
-    return mean(differences), error, float(ttest_rel(losses, base).pvalue)
-
-
 def table(losses: dict[str, list[float]]) -> str:
     """Returns a markdown table of means and differences; the first variant is the baseline."""
     labels = list(losses)
@@ -169,9 +202,15 @@ def table(losses: dict[str, list[float]]) -> str:
     rows = [[base, f"{mean(losses[base]):.4f}", "", "", ""]]
     for label in labels[1:]:
         difference, error, p = paired(losses[label], losses[base])
-        verdict = "resolved" if abs(difference) >= 2 * error else "not resolved"
-        loss = f"{mean(losses[label]):.4f}"
-        rows.append([label, loss, f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}", verdict])
+        cells = [label, f"{mean(losses[label]):.4f}"]
+        if len(losses[base]) == 1:
+            cells += [f"{difference:+.4f}", "", "one seed: no error"]
+        elif math.isnan(error):
+            cells += [f"{difference:+.4f}", "", "no error: equal in all pairs"]
+        else:
+            verdict = "resolved" if abs(difference) >= 2 * error else "not resolved"
+            cells += [f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}", verdict]
+        rows.append(cells)
     return "\n".join(compare.markdown_table(["variant", "loss", "difference", "p", ""], rows))
 
 
@@ -185,31 +224,61 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
     parser.add_argument("--jobs", type=number(int, 1), default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=results_file, default="ablations.jsonl")
-    args = parser.parse_args(argv)
+    parser.add_argument("--tiny", action="store_true", help="ten steps of each: does it run?")
+    parser.add_argument("--losses-only", action="store_true", help="no times, no runs of fewer steps")
+    run_script(run, parser, argv, tg.UserError)
+
+
+def run(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("scipy") is None:
-        parser.error("needs scipy, which this Python lacks: pip install -r requirements.txt")
-    variants = [Variant("as it is", [])] + args.variants
+        raise UserError("needs scipy, which this Python lacks: pip install -r requirements.txt")
+    variants = [Variant(BASELINE, [])]
+    timed = not args.tiny and not args.losses_only and has_check(args.script)
+    if timed and args.seeds > 1:
+        setting = f"length={last_value('length', args.common, '1')}"
+        length = tg.override(tg.PRESETS[args.preset], setting).length
+        variants.append(Variant(SHORT_BASELINE, [f"length={SHORTER * length:g}"]))
+    variants += args.variants
     if len({variant.label for variant in variants}) < len(variants):
-        parser.error("two variants have the same label")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            print(f"\n{table(train_all(args, variants, Path(folder)))}")
-    except (compare.UserError, tg.UserError, OSError) as error:
-        sys.exit(f"ablations.py: {error}")
+        raise UserError("two variants have the same label")
+    with tempfile.TemporaryDirectory() as folder:
+        scripts = {}
+        for i, variant in enumerate(variants):
+            scripts[variant.label] = script_of(variant.files, args.script, Path(folder, str(i)))
+        if args.tiny:
+            args.common = TINY + args.common
+            args.seeds = 1
+            args.out = Path(folder, "tiny.jsonl")
+        losses = train_all(args, variants, scripts)
+        if args.tiny:
+            print("--tiny: they run; what they are worth needs whole runs")
+            return
+        print(f"\n{table(losses)}\n", flush=True)
+        if not timed:
+            return
+        for label, settings, _ in args.variants:
+            base = Side(scripts[BASELINE], args.common)
+            ratios = time_ratios(args.preset, base, Side(scripts[label], args.common + settings))
+            short = losses.get(SHORT_BASELINE, [])
+            print(f"{label}: {in_time(losses[label], losses[BASELINE], short, ratios)}", flush=True)
 
 
-def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -> dict[str, list[float]]:
-    """Trains all variants with all seeds; returns their losses by label. Patched scripts go to `folder`."""
+def has_check(script: Path) -> bool:
+    """Whether a script has --check. Early records do not, nor a `length`, nor what step_time.py needs."""
+    return b'"--check"' in script.read_bytes()
+
+
+def train_all(
+    args: argparse.Namespace, variants: list[Variant], scripts: dict[str, Path]
+) -> dict[str, list[float]]:
+    """Trains all variants with all seeds; returns their losses by label."""
     done = read_results(args.out)
-    scripts = {}
-    for i, variant in enumerate(variants):
-        scripts[variant.label] = script_of(variant.files, args.script, folder / str(i))
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     for label, settings, _ in variants:
-        if b'"--check"' in args.script.read_bytes():  # early records have no such option
+        if has_check(args.script):
             start(scripts[label], args.preset, args.common + settings, "--check", "1")  # before any run
 
-    def run(seed: int, label: str, settings: list[str]) -> float:
+    def train_once(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings
         digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
         name = (digest, args.preset, " ".join(settings), seed), data_of(args.preset, settings)
@@ -224,27 +293,36 @@ def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -
                 file.write(f"{row}\n")
             done[name] = result["loss"]
         if not math.isfinite(done[name]):
-            raise compare.UserError(f"seed {seed}, {label}: the loss is {done[name]}")
-        tqdm.write(f"{done[name]:.4f}  seed {seed}  {label}")
+            raise UserError(f"seed {seed}, {label}: the loss is {done[name]}")
+        said = "it runs" if args.tiny else f"{done[name]:.4f}  seed {seed}"
+        tqdm.write(f"{said}  {label}")
         return done[name]
 
     print(f"{len(seeds) * len(variants)} runs, {args.jobs} at once", flush=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {}
-        for seed in seeds:
-            for label, settings, _ in variants:
-                futures[seed, label] = pool.submit(run, seed, label, settings)
-        try:
-            for future in tqdm(as_completed(futures.values()), total=len(futures), unit="run"):
-                future.result()
-        except BaseException:  # an interrupt, too, ends the runs that wait
-            pool.shutdown(cancel_futures=True)
-            raise
+    pool = futures.ThreadPoolExecutor(args.jobs)
+    runs = {}
+    for seed in seeds:
+        for label, settings, _ in variants:
+            runs[seed, label] = pool.submit(train_once, seed, label, settings)
+    try:
+        for finished in tqdm(futures.as_completed(runs.values()), total=len(runs), unit="run"):
+            finished.result()
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        left = [run for run in runs.values() if not run.cancelled()]
+        while futures.wait(left, timeout=0.1).not_done:  # one of them may only now start its process
+            for child in list(RUNNING):
+                child.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error the other runs are finished, and kept
     losses = {}
     for label, _, _ in variants:
-        losses[label] = [futures[seed, label].result() for seed in seeds]
+        losses[label] = [runs[seed, label].result() for seed in seeds]
     return losses
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have told it to ignore the first
+        signal.signal(ending, signal.default_int_handler)
     main()

@@ -36,7 +36,7 @@ class Measurements:
     def add(self, row: dict) -> None:
         what = row.get("what", "")
         numbers = row.get("numbers", {})
-        step = re.fullmatch(r"stage (\d), one rank of 8", what)
+        step = re.fullmatch(r"stage (\d), (one rank of 8|plain)", what)
         rate = re.search(r"([\d.]+) (TFLOP|GB)/s", row.get("seen", ""))
         if step and "device" in numbers:
             self.steps[int(step[1])] = numbers

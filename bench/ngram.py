@@ -218,6 +218,8 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.model:
+        if args.val_tokens or args.orders:
+            raise UserError("--model measures by a method of its own: leave out --val-tokens and --orders")
         return evaluate_with_counts(args.model, args.data)
     train = read_split(tg.find_shards(str(args.data), "train"))
     val_paths = tg.find_shards(str(args.data), "val")

@@ -236,6 +236,7 @@ class Training:
         self.batches = tg.Prefetcher(self.loader, self.plans, kind(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
         self.first_seconds = 0.0
+        self.is_builder_idle = False  # while a step is timed: the next batches are built before
         self.reset()
 
     def allocated(self) -> int:
@@ -283,6 +284,8 @@ class Training:
         batch = self.batches.next()
         # The thread reads its clock after the batches that it has been told to build.
         self.builder_seconds = self.loader.builder.submit(time.thread_time)
+        if self.is_builder_idle:
+            self.builder_seconds.result()
         self.synchronize()
         ready = time.perf_counter()
         loss = tg.train_step(self.model, self.optimizer, batch, self.batches.peek)

@@ -28,8 +28,10 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Returns a script's parser, whose help is its docstring.
 
     From here on stdout shows characters that its encoding lacks as escapes, as stderr always does: texts and
-    names of files may have any.
+    names of files may have any. And stderr is never None: progress bars could not begin.
     """
+    if sys.stderr is None:  # closed, as by 2>&-
+        sys.stderr = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     layout = argparse.RawDescriptionHelpFormatter

@@ -71,45 +71,39 @@ def read_verdict(path: str | Path) -> Verdict:
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     script = re.search(r"^script: .* sha256 ([0-9a-f]{64})$", text, re.MULTILINE)
     preset = re.search(r"^preset: (\S+)$", text, re.MULTILINE)
-    results = {}
-    for rule, result in re.findall(r"^[ \d]\d  (\S.*?)  +(\S.*)$", text, re.MULTILINE):
-        results[rule] = result
+    results = dict(re.findall(r"^[ \d]\d  (\S.*?)  +(\S.*)$", text, re.MULTILINE))
     return Verdict(script[1] if script else "", preset[1] if preset else "", results)
 
 
-def table(script: Path, preset: str, log: Path | None, results: dict[str, str]) -> str:
-    """Returns the text of a referee.txt."""
-    digest = hashlib.sha256(script.read_bytes()).hexdigest()
-    lines = [f"script: {script.name} sha256 {digest}", f"preset: {preset}"]
-    if log is not None:
-        lines.append(f"log: {log.name}")
-    lines.append("")
+def table(results: dict[str, str]) -> str:
+    lines = []
     for number, rule in enumerate(RULES, 1):
-        lines.append(f"{number:2}  {rule:28} {results[rule]}")
-    return "\n".join(lines) + "\n"
+        lines.append(f"{number:2}  {rule:30}{results[rule]}\n")
+    return "".join(lines)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Checks the rules. Returns the number of those that are broken."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # the presets are for a CPU, where the same steps give the same bits
-    )
+def run(args: argparse.Namespace) -> None:
+    """Prints and writes the table. Exits with 1 if a rule is broken."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a CPU the same steps give the same bits
     import rules
 
     data = ROOT / tracks.TRACKS[args.preset]["data"]
     if not data.is_dir():
         raise UserError(f"{data} is not there; ./run.sh --preset {args.preset} makes it")
-    with tempfile.TemporaryDirectory() as folder:
-        results = rules.judge(rules.Case(args.script, args.preset, Path(folder), data, args.log))
-    text = table(args.script, args.preset, args.log, results)
+    head = f"script: {args.script.name} sha256 {hashlib.sha256(args.script.read_bytes()).hexdigest()}\n"
+    head += f"preset: {args.preset}\n"
+    folder = ROOT / "records" / args.preset / "attempts"
+    if args.log is not None:
+        head += f"log: {args.log.name}\n"
+        folder = args.log.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as runs:
+        case = rules.Case(args.script, args.preset, Path(runs), data, args.log)
+        results = rules.judge(case)
+    text = head + "\n" + table(results)
     print(text, end="")
-    if args.log is None:
-        target = ROOT / "records" / args.preset / "attempts" / FILE_NAME
-        target.parent.mkdir(parents=True, exist_ok=True)
-    else:
-        target = args.log.parent / FILE_NAME
-    target.write_text(text, encoding="utf-8")
-    return sum(result.startswith("broken") for result in results.values())
+    (folder / FILE_NAME).write_text(text, encoding="utf-8")
+    sys.exit(any(result.startswith("broken") for result in results.values()))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,9 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", metavar="SCRIPT.py")
     add("--preset", choices=["cpu", "words"], default="cpu", help="default: %(default)s")
     add("--log", type=Path, help="of a run of the script")
-    broken = []
-    run_script(lambda args: broken.append(run(args)), parser, argv)
-    sys.exit(broken[0] > 0)
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

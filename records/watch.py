@@ -1,11 +1,11 @@
 """Runs a script's command line in this process, and notes what its functions get and return."""
 
 import contextlib
-import functools
 import gc
 import importlib.util
 import io
 import os
+import re
 import shutil
 import sys
 import time
@@ -13,12 +13,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-
-HEADER_BYTES = 1024  # of a shard; its tokens are uint16 after it
+from torch import Tensor
 
 
 def load_script(path: Path) -> ModuleType:
@@ -32,9 +31,9 @@ def load_script(path: Path) -> ModuleType:
 
 
 def find_tokens(folder: Path, split: str) -> np.ndarray:
-    """Returns the tokens (n,) uint16 of a folder's shards of a split."""
+    """Returns the tokens (n,) uint16 of a folder's shards of a split, which follow 1024 bytes of header."""
     paths = sorted(folder.glob(f"*_{split}_*.bin"))
-    return np.concatenate([np.fromfile(path, "<u2", offset=HEADER_BYTES) for path in paths])
+    return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
 
 
 def mark(tokens: np.ndarray, bos_id: int, vocab_size: int, seed: int) -> None:
@@ -47,59 +46,36 @@ def mark(tokens: np.ndarray, bos_id: int, vocab_size: int, seed: int) -> None:
     tokens[starts] = bos_id
 
 
-def copy_data(source: Path, folder: Path, others: Sequence[str]) -> None:
-    """Copies the files of data to a new folder, some with other tokens: of the splits `others`, or `unread`,
-    the last quarter of the last training shard, which a short run does not come to.
+def copy_data(source: Path, folder: Path, others: Sequence[tuple[str, float]]) -> None:
+    """Copies the files of data to a new folder. (PATTERN, SHARE): such shards get other tokens, after a share
+    of them that stays.
     """
     shutil.copytree(source, folder)
-    for split in others:
-        paths = sorted(folder.glob("*_train_*.bin" if split == "unread" else f"*_{split}_*.bin"))
-        for path in paths[-1:] if split == "unread" else paths:
+    for pattern, share in others:
+        for path in folder.glob(pattern):
             vocab_size, bos_id = np.fromfile(path, "<i4", 5)[3:].tolist()
-            tokens = np.memmap(path, "<u2", "r+", HEADER_BYTES)
-            first = len(tokens) * 3 // 4 if split == "unread" else 0
-            # A shard of GPT-2's tokens has zeros there.
-            mark(tokens[first:], bos_id or 50256, vocab_size or 50257, len(path.name + split))
-
-
-class Event(NamedTuple):
-    """Holds when a training step, or a part of a validation, began and ended, in seconds."""
-
-    kind: str  # "step" or "validation"
-    begin: float
-    end: float
-
-
-class Asked(NamedTuple):
-    """Holds a forward of a validation."""
-
-    inputs: np.ndarray
-    targets: np.ndarray
-    loss: float  # mean
+            tokens = np.memmap(path, "<u2", "r+", 1024)
+            seed = zlib.crc32(path.name.encode())
+            # A shard of GPT-2's tokens has zeros in its header.
+            mark(tokens[int(share * len(tokens)) :], bos_id or 50256, vocab_size or 50257, seed)
 
 
 class Watch:
-    """Runs a script once, with hooks on what every copy of it has: GPT, its forward and token_losses,
-    ValLoader, train and train_step.
-
-    dry: no step trains and no validation computes. All else happens.
+    """Runs a script once, with hooks on what every copy of it has. If `dry`, steps do not train; all else
+    happens.
     """
 
     def __init__(self, script: Path, dry: bool):
         self.tg = load_script(script)
         self.dry = dry
         self.log = ""
-        self.model: Any = None
-        self.options: Any = ()  # what token_losses got besides the batch
-        self.is_training = False  # inside train(), where the clock runs
-        self.is_stepping = False
-        self.events: list[Event] = []
-        self.losses: list[float] = []  # of each step
-        self.given: list[list[np.ndarray]] = []  # of each step: the inputs of its micro-batches
-        self.forwarded: list[list[np.ndarray]] = []  # of each step: the inputs that went through the model
-        self.asked: list[Asked] = []  # of the last validation
-        self.validation_trains = False
-        self.hook(self.tg.GPT, "__init__", self.on_model)
+        self.is_timed = False  # inside train(), where the clock runs
+        self.is_in_step = False
+        self.events = []  # ("step" or "validation", when it began, when it ended, in seconds)
+        self.losses = []  # of each step
+        self.given = []  # of each step: the inputs of its micro-batches
+        self.forwarded = []  # of each step: the inputs that went through the model
+        self.asked = []  # of each forward of the last validation: inputs and targets as bytes, mean loss
         self.hook(self.tg.GPT, "forward", self.on_forward)
         self.hook(self.tg.GPT, "token_losses", self.on_token_losses)
         self.hook(self.tg.ValLoader, "slice", self.on_slice)
@@ -109,12 +85,7 @@ class Watch:
     def hook(self, owner: Any, name: str, handler: Callable) -> None:
         """Replaces a function by handler(function, its arguments)."""
         original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def hooked(*args, **kwargs):
-            return handler(original, *args, **kwargs)
-
-        setattr(owner, name, hooked)
+        setattr(owner, name, lambda *args: handler(original, *args))
 
     def run(self, folder: Path, arguments: Sequence[str]) -> None:
         """Runs the command line in `folder`, which gets the log. Raises RuntimeError if it fails."""
@@ -128,102 +99,80 @@ class Watch:
         finally:
             os.chdir(before)
             gc.unfreeze()  # the script freezes all that there is
-        if status and not self.dry:
-            raise RuntimeError(f"the script failed: {screen.getvalue().strip().splitlines()[-1]}")
+        if status:
+            raise RuntimeError(*re.findall(".*[Ee]rror.*", screen.getvalue())[-1:])
         for path in folder.glob("records/*/*/*.txt"):
             self.log = path.read_text(encoding="utf-8")
 
-    def checksum(self) -> int:
-        """Returns a checksum of the weights, and of the table of n-grams."""
+    def weights(self) -> list[Tensor]:
+        """Returns the weights, and the table of n-grams."""
         tensors = list(self.model.state_dict().values())
         ngrams = getattr(self.model, "ngrams", None)
         if ngrams is not None:
-            tensors += ngrams.state_dict().values()
+            tensors.append(ngrams.block)
+        return tensors
+
+    def checksum(self) -> int:
         crc = 0
-        for tensor in tensors:
-            crc = zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy(), crc)
+        for tensor in self.weights():
+            crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
         return crc
 
-    def on_model(self, original, model, *args, **kwargs):
-        original(model, *args, **kwargs)
-        self.model = model
+    def on_train(self, original, *args):
+        self.is_timed = True
+        result = original(*args)
+        self.is_timed = False
+        self.outcome = self.losses, self.checksum()
+        return result
 
-    def on_train(self, original, *args, **kwargs):
-        self.is_training = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self.is_training = False
-            self.end_validation()
-            self.checksum_at_end = self.checksum()
-
-    def on_step(self, original, model, optimizer, batch, *args, **kwargs):
-        if not self.is_training:  # in the warm-up
-            return original(model, optimizer, batch, *args, **kwargs)
-        self.end_validation()
+    def on_step(self, original, model, optimizer, batch, *args):
+        if not self.is_timed:  # in the warm-up
+            return original(model, optimizer, batch, *args)
         if not self.losses:
+            self.model = model
             self.checksum_at_start = self.checksum()
-        begin = time.perf_counter()
+        self.asked.clear()
         self.given.append([np.array(part.inputs) for part in batch.micro_batches])
         self.forwarded.append([])
-        self.is_stepping = True
-        loss = torch.zeros(()) if self.dry else original(model, optimizer, batch, *args, **kwargs)
-        self.is_stepping = False
+        began = time.perf_counter()
+        self.is_in_step = True
+        loss = torch.zeros(()) if self.dry else original(model, optimizer, batch, *args)
+        self.is_in_step = False
         self.losses.append(float(loss))
-        self.events.append(Event("step", begin, time.perf_counter()))
+        self.events.append(("step", began, time.perf_counter()))
         return loss
 
-    def on_forward(self, original, model, *args, **kwargs):
-        if self.is_stepping:
-            for value in [*args, *kwargs.values()]:
-                if hasattr(value, "inputs"):
-                    self.forwarded[-1].append(np.array(value.inputs))
-        return original(model, *args, **kwargs)
+    def on_forward(self, original, model, *args):
+        for value in args:
+            if self.is_in_step and hasattr(value, "inputs"):
+                self.forwarded[-1].append(np.array(value.inputs))
+        return original(model, *args)
 
-    def on_slice(self, original, loader, *args):
-        begin = time.perf_counter()
-        micro_batch = original(loader, *args)
-        if self.is_training:
-            self.begin_validation()
-            self.events.append(Event("validation", begin, time.perf_counter()))
+    def on_slice(self, original, *args):
+        began = time.perf_counter()
+        micro_batch = original(*args)
+        if self.is_timed:
+            self.events.append(("validation", began, time.perf_counter()))
         return micro_batch
 
     def on_token_losses(self, original, model, micro_batch, *options):
-        self.options = options
-        begin = time.perf_counter()
-        if self.dry:
-            losses = torch.zeros(len(micro_batch.inputs))
-        else:
-            losses = original(model, micro_batch, *options)
-        if self.is_training:
-            self.begin_validation()
-            inputs, targets = np.array(micro_batch.inputs), np.array(micro_batch.targets)
-            self.asked.append(Asked(inputs, targets, losses.double().mean().item()))
-            self.events.append(Event("validation", begin, time.perf_counter()))
+        self.options = options  # what validation gives besides the batch
+        began = time.perf_counter()
+        losses = original(model, micro_batch, *options)
+        if self.is_timed:
+            key = bytes(micro_batch.inputs.long().numpy()), bytes(micro_batch.targets.long().numpy())
+            self.asked.append((key, losses.double().mean().item()))
+            self.events.append(("validation", began, time.perf_counter()))
         return losses
-
-    def begin_validation(self) -> None:
-        if not self.events or self.events[-1].kind == "step":
-            self.asked.clear()
-            self.checksum_before_validation = self.checksum()
-
-    def end_validation(self) -> None:
-        if self.events and self.events[-1].kind == "validation":
-            self.validation_trains |= self.checksum() != self.checksum_before_validation
 
     def seconds(self) -> float:
         """Returns the time from the first step to the last validation, less the validations between."""
         total = 0.0
-        began = False
-        since = None  # when training began, or went on
-        validation_end = 0.0
-        for event in self.events:
-            if event.kind == "validation":
-                if since is not None:
-                    total += event.begin - since
-                    since = None
-                validation_end = event.end
-            elif since is None:
-                since = validation_end if began else event.begin
-                began = True
+        before = None
+        for kind, began, ended in self.events:
+            if kind == "step":
+                total += ended - began
+            if before is not None and "step" in (kind, before[0]):
+                total += began - before[1]
+            before = kind, ended
         return total

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import threading
@@ -446,6 +447,16 @@ def test_two_tokenizers_do_not_share_a_folder(tmp_path, monkeypatch):
     assert failed.splitlines()[-1].startswith("tokenize_text.py: ")
     names = {path.name.partition("_")[0] for path in (tmp_path / "out").glob("*.bin")}
     assert len(names) == 1
+
+
+@pytest.mark.parametrize("screen", ("2>&-", ">&- 2>&-", "| true; exit ${PIPESTATUS[0]}"))
+def test_a_closed_screen(tmp_path, screen):
+    """Closed from the beginning it ends nothing; a reader that goes, as `head` does, ends the script."""
+    file = write_lines(tmp_path / "a.jsonl", list(map(bytes.decode, NUMBERS)))
+    command = f"{shlex.join([sys.executable, tt.__file__, 'out', str(file), '--encoding', 'bytes'])} {screen}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == screen.count("|") and "Traceback" not in done.stderr
+    assert len(list((tmp_path / "out").glob("*.bin"))) == 2
 
 
 def test_shards_of_a_longer_text_go(tmp_path):

@@ -22,6 +22,7 @@ sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]
 import check
 import collectives
 import kernels
+import launching
 import machine
 import runner
 from runner import Check, Row
@@ -134,6 +135,95 @@ def test_the_time_is_over():
         "not checked: stopped, the time is over",
         "not checked: the time is over",
     ]
+
+
+# ---------------------------------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("--out=/root/out/c3 --minutes 4", "--out=c3 --minutes 4"),
+        ('File "/home/me/x/train_gpt.py", line 3', 'File "train_gpt.py", line 3'),
+        ("(/opt/torch/.venv/bin/python3)", "(python3)"),
+        ("3 GB/s, 1/2/3, bench/gpu/check.py, https://a.org/b/c", ""),  # no path of a machine
+    ],
+)
+def test_rows_hold_no_path_of_the_machine(text, want):
+    assert runner.without_paths(text) == (want or text)
+
+
+def test_a_row_is_on_disk_when_it_is_printed(tmp_path, monkeypatch):
+    """So that a machine which goes away has left what it found; without its paths, in any depth."""
+    monkeypatch.setattr(sys, "argv", ["check.py", "--out", "/root/out/c3"])
+    report = runner.Report(tmp_path)
+    report.add(
+        Row("a", seen="it says\n/usr/bin/x", numbers={"table": ["in /usr/lib/y"]}, details="at /a/b/z")
+    )
+    call, row = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert call["call"] == ["--out", "c3"]
+    assert (row["seen"], row["numbers"]) == ("it says\nx", {"table": ["in y"]})
+    assert (tmp_path / "errors.txt").read_text().endswith("at z\n")
+    report.close([])
+
+
+@pytest.mark.parametrize("steps", ["host", "graphs", "launches", "rates", "host,graphs"])
+def test_what_needs_a_gpu_ends_with_one_line_without_one(steps, tmp_path):
+    with pytest.raises(SystemExit, match=f"^check.py: error: --only {steps} needs a GPU, and there is none$"):
+        check.main(["--only", steps, "--out", str(tmp_path / "answers")])
+    assert not (tmp_path / "answers").exists()
+
+
+# --------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def run_with(*losses, ms=10.0):
+    by_step = dict(enumerate(losses))
+    return machine.Run(losses[-1], 2, ms=20.0, mib=100.0, warm_up=1.0, losses=by_step, fastest=ms)
+
+
+@pytest.mark.parametrize(
+    "graphs, again, ok",
+    [
+        ((8.0, 7.001), (8.0, 7.0), True),
+        ((8.0, 7.004), (8.0, 7.0), False),
+        ((8.0, 7.004), (8.0, 7.001), True),  # two plain runs differ by a fourth of that
+        ((8.01, 7.0), (8.0, 7.0), False),  # only an early loss is wrong
+        ((8.0, math.nan), (8.0, 7.0), False),
+    ],
+)
+def test_other_losses_with_graphs_are_noticed(graphs, again, ok):
+    row = launching.judge("x", run_with(8.0, 7.0), run_with(*graphs, ms=5.0), run_with(*again))
+    assert row.ok is ok
+    assert "0.50 of the time, +0 MiB" in row.seen
+
+
+@pytest.mark.parametrize("name", launching.RUNS)
+def test_runs_with_graphs_capture_the_first_stage_before_the_clock_starts(name):
+    """So steps between two validations time nothing else: a call is captured when it comes again."""
+    cfg = machine.with_settings(tg.RECORD, f"{launching.RUNS[name]} cuda_graphs=true")
+    tg.check_config(cfg, 1)
+    visits = [0, 0]  # of even and odd steps of the first stage
+    for steps in tg.warmup_steps(cfg):
+        for step in steps:
+            if tg.plan_step(cfg, step).stage == 0:
+                visits[step % 2] += 1
+    assert min(visits) >= 2
+
+
+def test_what_a_log_says():
+    """A step's ms is also that between two validations, of which the second two are faster."""
+    log = """warm-up: it took 9.5 s and was undone
+step:0/6 val_loss:9.0 train_time:0ms step_avg:0.00ms
+step:2/6 train_time:9ms step_avg:4.50ms train_loss:7.1234@1
+step:2/6 val_loss:7.0 train_time:20ms step_avg:4.00ms
+step:6/6 val_loss:6.1235 train_time:36ms step_avg:4.00ms
+peak memory allocated: 432 MiB
+val_loss: 6.123456
+train_time_ms: 36
+steps: 6
+"""
+    assert machine.read_run(log) == machine.Run(6.123456, 6, 6.0, 432.0, 9.5, {1: 7.1234}, 4.0)
 
 
 # ------------------------------------------------------------------------------------- the chosen settings

@@ -105,6 +105,13 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
             ngram.main(["--model", path, "--data", f"{tmp_path}/{name}"])
 
 
+def test_a_model_takes_no_option_of_counts():
+    """They would have no effect."""
+    for option in ("--orders", "--val-tokens"):
+        with pytest.raises(SystemExit, match="^ngram.py: --model .*: leave out --val-tokens and --orders$"):
+            ngram.main(["--model", "m.pt", option, "4"])
+
+
 def test_there_is_no_mean_of_nothing():
     for main, option in (ngram.main, "--orders"), (ngram.main, "--val-tokens"), (plain_gpt.main, "--steps"):
         with pytest.raises(SystemExit, match="2"):

@@ -1,6 +1,7 @@
 """Tests bench/projection.py: its counts against closed formulas, its model, and a run of it."""
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from golden_inputs import RECORD92
 
 sys.path.insert(0, str(Path(tg.__file__).resolve().parent / "bench"))
 import measured
@@ -104,6 +106,17 @@ def phases(*steps: int, ops: Sequence[Op] = ()) -> list[projection.Phase]:
 
 
 STEPS_92 = 320, 361, 284, 142, 67, 20
+
+
+def test_record_92_has_its_steps():
+    assert sum(STEPS_92) == projection.RECORD92.steps
+    assert projection.RECORD92 == RECORD92
+
+
+def test_it_starts_without_the_tests():
+    """As a program of its own it finds none of their modules."""
+    program = Path(projection.__file__)
+    subprocess.run([sys.executable, program, "--help"], check=True, capture_output=True)
 
 
 def test_share_of_pr_379_by_hand(capsys):
@@ -219,9 +232,8 @@ def test_the_second_projection_finds_the_measured_steps(tmp_path, capsys):
     steps = {0: (20.0, 30.0), 1: (40.0, 30.0)}
     rows = []
     for stage, (device, host) in steps.items():
-        rows.append(
-            measured_row(f"stage {stage}, one rank of 8", "", numbers={"device": device, "host": host})
-        )
+        name = ("one rank of 8", "plain")[stage]  # as the steps `times` and `launches` of check.py call it
+        rows.append(measured_row(f"stage {stage}, {name}", "", numbers={"device": device, "host": host}))
     found = measurements(tmp_path, measured_row("copies", "3000 GB/s"), *rows)
     phases = []
     for stage, n in enumerate((5, 10)):

@@ -3,6 +3,12 @@
 An edit replaces a text that the script has exactly once.
 """
 
+import dataclasses
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +23,7 @@ SCRIPT = Path(tg.__file__)
 SETTINGS = [*TINY, "microbatches=2", "val_slice_tokens=128"]
 SETTINGS += ["ngrams.orders=2,3", "ngrams.rows_per_order=512", "ngrams.width=16"]
 NO_POINTER = ["pointer_dim=0"]
+OF_A_LOSS = ("causal", "a probability", "targets are only looked up")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +45,19 @@ def edited(folder, *edits):
     return script
 
 
-def judge(script, corpus, folder, *settings, log=None, only=referee.RULES):
+MAIN = 'if __name__ == "__main__":\n'
+
+
+def make_tiny(*settings):
+    """Returns the edit by which the preset `cpu` has SETTINGS and `settings`."""
+    loop = f"for setting in {[*SETTINGS, *settings]}:\n"
+    return MAIN, loop + '    PRESETS["cpu"] = override(PRESETS["cpu"], setting)\n\n' + MAIN
+
+
+def judge(script, corpus, folder, log=None, only=referee.RULES):
     runs = folder / "runs"
     runs.mkdir()
-    return rules.judge(rules.Case(script, "cpu", runs, corpus, log, [*SETTINGS, *settings]), only)
+    return rules.judge(rules.Case(script, "cpu", runs, corpus, log), only)
 
 
 # What the head computes in validation, and a step of the timed loop: several edits begin there.
@@ -226,8 +242,12 @@ CHEATS = {
 @pytest.mark.parametrize("rule,name", CHEATS, ids="-".join)
 def test_cheat_is_caught_by_its_rule(rule, name, corpus, tmp_path):
     texts, settings = CHEATS[rule, name]
-    script = edited(tmp_path, *zip(texts[::2], texts[1::2]))
-    found = judge(script, corpus, tmp_path, *settings, only=[rule])
+    if rule in OF_A_LOSS:  # needs a trained model, and nothing else of its run
+        settings = [*settings, "warmup=false", "val_slices=1"]
+    edits = [*zip(texts[::2], texts[1::2])]
+    if rule != "the track's constants":
+        edits.append(make_tiny(*settings))
+    found = judge(edited(tmp_path, *edits), corpus, tmp_path, only=[rule])
     assert found[rule].startswith("broken: ")
 
 
@@ -262,7 +282,135 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_edit_passes(name, corpus, tmp_path):
     texts, settings = HONEST[name]
-    script = edited(tmp_path, *zip(texts[::2], texts[1::2]))
-    found = judge(script, corpus, tmp_path, *settings)
+    script = edited(tmp_path, *zip(texts[::2], texts[1::2]), make_tiny(*settings))
+    found = judge(script, corpus, tmp_path)
     del found["the log's script"]  # there is no log
+    del found["the track's constants"]  # a tiny preset has others
     assert all(result.startswith("ok") for result in found.values()), found
+
+
+def test_verdict_is_read_as_it_was_written(tmp_path):
+    results = dict.fromkeys(referee.RULES, "ok: 768 tokens")
+    path = tmp_path / referee.FILE_NAME
+    path.write_text(f"script: my train.py sha256 {64 * 'a'}\npreset: cpu\n\n{referee.table(results)}")
+    verdict = referee.read_verdict(path)
+    assert verdict == (64 * "a", "cpu", results)
+    assert verdict.passed
+
+
+@pytest.mark.parametrize("result", ["broken: ok", "not shown: ok", "okay", None])
+def test_verdict_needs_every_rule(result, tmp_path):
+    results = dict.fromkeys(referee.RULES, "ok")
+    results["the clock"] = result
+    lines = referee.table(results).splitlines()
+    text = "\n".join(line for line in lines if "None" not in line)
+    path = tmp_path / referee.FILE_NAME
+    path.write_text(text)
+    assert not referee.read_verdict(path).passed
+
+
+def test_damaged_verdict_has_not_passed(tmp_path):
+    path = tmp_path / referee.FILE_NAME
+    path.write_bytes(b"\xff\x00script: ")
+    assert referee.read_verdict(path) == ("", "", {})
+    assert not referee.read_verdict(path).passed
+
+
+def test_verdict_is_read_without_torch():
+    code = "import sys, referee; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent / "records", check=True)
+
+
+def write_log(folder, script):
+    """Writes the beginning of a log of a script."""
+    log = folder / "seed0_0123456789ab.txt"
+    log.write_text(script.read_text() + f"\n{'=' * 100}\ncommit: unknown\n")
+    return log
+
+
+def commit(folder):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "train_gpt.py"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *arguments], cwd=folder, check=True)
+    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
+
+
+RULE = "the log's script"
+
+
+def test_log_of_another_script_is_caught(corpus, tmp_path):
+    log = write_log(tmp_path, edited(tmp_path, ["    target=1.07,", "    target=1.08,"]))
+    found = judge(edited(tmp_path), corpus, tmp_path, log, [RULE])
+    assert found[RULE] == "broken: the log has another script"
+
+
+def test_script_that_no_commit_has_is_not_shown(corpus, tmp_path):
+    script = edited(tmp_path)
+    found = judge(script, corpus, tmp_path, write_log(tmp_path, script), [RULE])
+    assert found[RULE].startswith("not shown: there is no commit unknown:./train_gpt.py")
+
+
+def test_script_of_the_logs_commit_is_ok(corpus, tmp_path):
+    script = edited(tmp_path)
+    log = write_log(tmp_path, script)
+    log.write_text(log.read_text().replace("commit: unknown", f"commit: {commit(tmp_path)} (clean)"))
+    assert judge(script, corpus, tmp_path, log, [RULE]) == {RULE: "ok"}
+
+
+def test_log_with_other_constants_is_caught(corpus, tmp_path):
+    script = edited(tmp_path)
+    log = write_log(tmp_path, script)
+    config = dataclasses.asdict(tg.PRESETS["cpu"]) | {"val_slices": 64}
+    log.write_text(f"{log.read_text()}config: {json.dumps(config)}\n")
+    rule = "the track's constants"
+    found = judge(script, corpus, tmp_path, log, [rule])
+    assert found[rule] == "broken: val_slices is 64, not 128"
+
+
+def test_script_without_the_functions_is_not_shown(corpus, tmp_path):
+    script = edited(tmp_path, ["class ValLoader:", "class ValidationLoader:"])
+    found = judge(script, corpus, tmp_path, only=["causal", "the clock"])
+    assert "has no attribute 'ValLoader'" in found["the clock"]
+    assert found["causal"] == "not shown: RuntimeError: the run `normal` failed"
+
+
+@pytest.mark.slow
+def test_table_is_written_beside_the_log(corpus, tmp_path, monkeypatch, capsys):
+    shutil.copytree(corpus, tmp_path / "data/local")
+    monkeypatch.setattr(referee, "ROOT", tmp_path)
+    monkeypatch.setattr(rules, "CHECKS", {rule: lambda case: "ok" for rule in referee.RULES})
+    script = edited(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        referee.main([str(script), "--log", str(write_log(tmp_path, script))])
+    assert stop.value.code == 0
+    verdict = referee.read_verdict(tmp_path / referee.FILE_NAME)
+    assert verdict.passed
+    assert verdict.script_hash == hashlib.sha256(script.read_bytes()).hexdigest()
+    assert (tmp_path / referee.FILE_NAME).read_text() == capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_broken_rule_is_the_exit_status(corpus, tmp_path, monkeypatch):
+    shutil.copytree(corpus, tmp_path / "data/local")
+    monkeypatch.setattr(referee, "ROOT", tmp_path)
+    monkeypatch.setattr(rules, "CHECKS", {rule: lambda case: "broken: a" for rule in referee.RULES})
+    with pytest.raises(SystemExit) as stop:
+        referee.main([str(edited(tmp_path))])
+    assert stop.value.code == 1
+    assert not referee.read_verdict(tmp_path / "records/cpu/attempts" / referee.FILE_NAME).passed
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["none.py"], "none.py"),
+        ([str(SCRIPT), "--log", "none.txt"], "none.txt"),
+        ([str(SCRIPT), "--preset", "words"], "data/words is not there; ./run.sh --preset words makes it"),
+    ],
+)
+def test_what_is_not_there_is_one_line(arguments, message, corpus, tmp_path, monkeypatch):
+    shutil.copytree(corpus, tmp_path / "data/local")
+    monkeypatch.setattr(referee, "ROOT", tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        referee.main(arguments)
+    assert message in stop.value.code and "\n" not in stop.value.code

@@ -258,7 +258,7 @@ WRONG = {
     "--name '' --runs 2": "--name",
     "--check": "--check",
     "--runs 2 --save m.pt": "--save",
-    "--runs 2 --resume a.txt": "--resume",
+    "--runs 2 --resume=a.txt": "--resume",
     "none.py": "none.py",
     "--against none.py --name X": "none.py",
     "--against old.py": "--name",

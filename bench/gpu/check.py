@@ -12,6 +12,13 @@
     run       a twentieth of train_gpt.py's run on synthetic tokens, with a trace; again with plain settings
     nccl      every call of Exchange, and training by other exchanges, on all GPUs (collectives.py); on two or
               more, runs with fp32 sums and with dense tables, against the run before
+    host      what single operations take of the host (host.py)
+    launches  one rank of 8 with CUDA graphs and without: host, device and builder, by function, operation
+              and kernel (launching.py)
+    graphs    losses, time and memory of train_gpt.py with CUDA graphs and without
+    rates     products and FlashAttention of a rank of 8, alone (rates.py)
+
+The last four each take at most four minutes of one GPU.
 
 Prints each row as soon as it is known. OUT gets the rows (rows.jsonl), tracebacks (errors.txt), the machine's
 description (environment.txt), the runs' logs, traces for ui.perfetto.dev, and all rows with the settings for
@@ -43,12 +50,26 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+import host
+import launching
+import rates
 import step_time as st
 import train_gpt as tg
 from collectives import exchange_rank
 from kernels import BF16, compare, double, kernel_cases, rel_err, run
-from machine import FEW_ROWS, OFF, PLAIN, TINY, Setup, loss_and_errors, near, run_script, with_settings
-from runner import Check, Report, Row, Unable, run_checks
+from machine import (
+    FEW_ROWS,
+    OFF,
+    PLAIN,
+    TINY,
+    Setup,
+    device_ms,
+    loss_and_errors,
+    near,
+    run_script,
+    with_settings,
+)
+from runner import Check, Report, Row, Unable, run_checks, without_paths
 
 # ---- start -------------------------------------------------------------------------------------------------
 
@@ -64,9 +85,10 @@ def environment(setup: Setup) -> Iterator[Row]:
         memory = f"{p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors"
         machine = f"{setup.gpus} x {p.name} ({p.major}.{p.minor}), {memory}; {os.cpu_count()} cores"
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    described = lines + [machine, software]
     if shutil.which("nvidia-smi"):
-        lines.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
-    (setup.out / "environment.txt").write_text("\n".join(lines + [machine, software]))
+        described.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
+    (setup.out / "environment.txt").write_text(without_paths("\n".join(described)))
     yield Row("machine", seen=machine, numbers={"gpus": setup.gpus})
     yield Row("software", seen=software)
     yield Row("code", seen="; ".join(lines[2:]))
@@ -252,29 +274,6 @@ def ceilings(setup: Setup) -> Iterator[Row]:
     yield Row("copies", seen=f"{setup.copy_rate / 1e9:.4g} GB/s, read and written")
 
 
-def device_ms(training: st.Training) -> float:
-    """Returns the GPU's ms of a step, without waiting for launches: a mean over an Adam period.
-
-    The GPU first sleeps for 0.1 s, while the host launches what its queue takes: about a step of one
-    micro-batch. On a CPU returns 0.
-    """
-    if not training.on_gpu:
-        return 0.0
-    total = 0.0
-    for _ in range(2):
-        batch = training.batches.next()
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        training.synchronize()
-        torch.cuda._sleep(180_000_000)
-        begin.record()
-        tg.train_step(training.model, training.optimizer, batch, training.batches.peek)
-        end.record()
-        end.synchronize()
-        total += begin.elapsed_time(end)
-    return total / 2
-
-
 def stage_times(setup: Setup, stage: int, name: str) -> Iterator[Row]:
     """Times a stage's step: a mean over an Adam period, the median over periods."""
     with setup.training(setup.cfg, stage, st.SETUPS[name], 6 + setup.timed_steps) as training:
@@ -404,9 +403,27 @@ def all_checks() -> list[Check]:
         Check("nccl", "fp32 run", timed_run, ("fp32 run", "params.*.reduction=fp32", 2), limit=600),
         Check("nccl", "dense run", timed_run, ("dense run", DENSE, 2), limit=600),
     ]
+    return checks + device_checks()
+
+
+def device_checks() -> list[Check]:
+    """Returns the checks of DEVICE_STEPS, the most telling first."""
+    checks = []
+    for name, function in host.CHECKS.items():
+        checks.append(Check("host", name, function, limit=60))
+    for stage in (0, 2, 1):
+        name = f"stage {stage}, launches"
+        checks.append(Check("launches", name, launching.host_and_device, (stage,), limit=600))
+    for name, settings in launching.RUNS.items():
+        checks.append(Check("graphs", name, launching.compare_runs, (name, settings), limit=600))
+    checks.append(Check("rates", "ceilings", ceilings))
+    for name, check in rates.CHECKS.items():
+        for stage in (0, 2):
+            checks.append(Check("rates", f"stage {stage}, {name}", check, (stage,)))
     return checks
 
 
+DEVICE_STEPS = {"host", "graphs", "launches", "rates"}  # say nothing without a GPU
 CHECKS = all_checks()
 
 
@@ -499,6 +516,8 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
     try:
         tg.require(args.minutes > 0, "--minutes: give more than 0")  # nan is no more than that
         tg.select_backend(tg.CPU, torch.device("cpu"))  # raises if there are GPUs that torch cannot use
+        has_any = torch.cuda.is_available() or not set(only) <= DEVICE_STEPS
+        tg.require(has_any, f"--only {args.only} needs a GPU, and there is none")
         if torch.cuda.is_available():
             minutes = f"up to {args.minutes:g} minutes"
         else:

@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import itertools
+import math
 import os
 import re
 import shutil
@@ -129,13 +131,24 @@ class Setup:
         """Returns the loss and the gradients' errors of plain bf16."""
         return loss_and_errors(self, with_settings(self.cfg, PLAIN))
 
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(tg.dtype_of(self.cfg.dtype))
 
     @contextlib.contextmanager
-    def training(self, cfg: tg.Config, stage: int, world_size: int, steps: int) -> Iterator[st.Training]:
-        """Builds a training; the script's functions are compiled as it needs while the context is open."""
+    def training(
+        self, cfg: tg.Config, stage: int, world_size: int, steps: int, compiled_by: st.Variant | None = None
+    ) -> Iterator[st.Training]:
+        """Builds a training; the script's functions are compiled as it needs while the context is open.
+
+        compiled_by: a variant that shares what it has compiled.
+        """
         variant = st.Variant("", cfg, self.device)
+        if compiled_by:
+            variant.compiler = compiled_by.compiler
         training = st.Training(variant, stage, world_size, self.paths, steps)
         variant.activate()
         try:
@@ -196,6 +209,29 @@ def loss_and_errors(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, floa
     return loss, {name: rel_err(grad, exact[name].to(grad.device)) for name, grad in grads.items()}
 
 
+def device_ms(training: st.Training) -> float:
+    """Returns the GPU's ms of a step, without waiting for launches: a mean over an Adam period.
+
+    The GPU first sleeps for 0.1 s, while the host launches what its queue takes: about a step of one
+    micro-batch. On a CPU returns 0.
+    """
+    if not training.on_gpu:
+        return 0.0
+    total = 0.0
+    for _ in range(2):
+        batch = training.batches.next()
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        training.synchronize()
+        torch.cuda._sleep(180_000_000)
+        begin.record()
+        tg.train_step(training.model, training.optimizer, batch, training.batches.peek)
+        end.record()
+        end.synchronize()
+        total += begin.elapsed_time(end)
+    return total / 2
+
+
 @dataclass
 class Run:
     """What the log of a run of train_gpt.py says."""
@@ -206,6 +242,7 @@ class Run:
     mib: float  # of GPU memory that tensors took at most
     warm_up: float  # seconds
     losses: dict[int, float]  # of training, by step
+    fastest: float  # ms of a step between two validations, where that took the least
 
     def line(self) -> str:
         seen = f"val_loss {self.val_loss:.4f}, {self.ms:.1f} ms a step, {self.mib:.0f} MiB"
@@ -225,6 +262,11 @@ def read_run(text: str) -> Run:
         return float(re.findall(pattern, text, re.M)[-1])
 
     steps = int(last(r"^steps: (.+)$"))
+    fastest = math.inf
+    # The clock waits for the GPU only where it validates.
+    validated = re.findall(r"^step:(\d+)/\d+ val_loss:\S+ train_time:(\d+)ms", text, re.M)
+    for (step, ms), (next_step, next_ms) in itertools.pairwise(validated):
+        fastest = min(fastest, (int(next_ms) - int(ms)) / (int(next_step) - int(step)))
     losses = {}
     for loss, step in re.findall(r"train_loss:(\S+)@(\d+)", text):
         losses[int(step)] = float(loss)
@@ -235,6 +277,7 @@ def read_run(text: str) -> Run:
         mib=last(r"^peak memory allocated: (\d+)"),
         warm_up=last(r"took (.+) s and was"),
         losses=losses,
+        fastest=fastest,
     )
 
 

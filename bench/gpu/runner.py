@@ -10,6 +10,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -27,6 +28,22 @@ import train_gpt as tg
 LINE = "{:<7} {:<7} {:<58} {:<42} {}"
 HEAD = LINE.format("", "step", "what", "expected", "seen")
 UNCHECKED = "not checked: "  # how rows begin that could not be checked
+
+
+def without_paths(text: str) -> str:
+    """Cuts absolute paths to their last names, as rows may be published."""
+    return re.sub(r"(?<![\w./~])/(?:[^\s/'\":;,]+/)+", "", text)
+
+
+def all_without_paths(tree: Any) -> Any:
+    """Does so in all strings of what json can write."""
+    if isinstance(tree, str):
+        return without_paths(tree)
+    if isinstance(tree, dict):
+        return {all_without_paths(key): all_without_paths(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [all_without_paths(value) for value in tree]
+    return tree
 
 
 class Unable(Exception):
@@ -159,7 +176,9 @@ def run_checks(checks: Sequence[Check], seconds: float, make_setup: Callable) ->
 
 
 class Report:
-    """Prints rows and appends them to OUT/rows.jsonl, tracebacks to OUT/errors.txt."""
+    """Prints rows and appends them to OUT/rows.jsonl, tracebacks to OUT/errors.txt, without paths of the
+    machine.
+    """
 
     def __init__(self, out: Path):
         self.out = out
@@ -168,7 +187,7 @@ class Report:
         with tg.user_error_on(f"--out {out} cannot be written to", "name another folder", OSError):
             out.mkdir(parents=True, exist_ok=True)
             self.file = open(out / "rows.jsonl", "a", buffering=1)
-        self.file.write(json.dumps({"call": sys.argv[1:], "began": time.strftime("%F %T")}) + "\n")
+        self.write({"call": sys.argv[1:], "began": time.strftime("%F %T")})
         print(HEAD, flush=True)
 
     def add(self, row: Row) -> None:
@@ -179,8 +198,12 @@ class Report:
         details = values.pop("details")
         if details:
             with open(self.out / "errors.txt", "a") as file:
-                file.write(f"==== {row.step}: {row.what}: {row.seen}\n{details}\n")
-        self.file.write(json.dumps(values) + "\n")
+                text = f"==== {row.step}: {row.what}: {row.seen}\n{details}\n"
+                file.write(without_paths(text))
+        self.write(values)
+
+    def write(self, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps(all_without_paths(values)) + "\n")
 
     def close(self, closing: list[str]) -> int:
         """Prints what failed, what was not checked, and `closing`; OUT/summary.txt gets all rows too.
@@ -204,5 +227,5 @@ class Report:
         lines += closing
         print("\n".join(lines), flush=True)
         every_line = [HEAD] + [row.line() for row in self.rows] + lines
-        (self.out / "summary.txt").write_text("\n".join(every_line) + "\n")
+        (self.out / "summary.txt").write_text(without_paths("\n".join(every_line)) + "\n")
         return 1 if failed else 0
