@@ -2745,12 +2745,14 @@ def softcap_loss(
 
 
 FLOOR = tl.constexpr(PROB_FLOOR)
+LOG2_E = tl.constexpr(math.log2(math.e))  # exp2 takes half of the instructions of exp
 
 
 @jit
 def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
     """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
-    return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
+    x = tl.load(logits + cols, mask=cols < V).to(tl.float32)
+    return 1 / (1 + tl.exp2((x + SHIFT) * (-PER_SPAN * LOG2_E)))
 
 
 @jit
@@ -2795,8 +2797,8 @@ def softcap_loss_kernel(
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, V, BLOCK):
         cols = start + offs
-        z = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN) * SCALE
-        sums += tl.where((cols < V) & (cols != gate_col), tl.exp(z), 0.0)
+        s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
+        sums += tl.where((cols < V) & (cols != gate_col), tl.exp2(s * (SCALE * LOG2_E)), 0.0)
     sum_vocab = tl.sum(sums, 1, keep_dims=True)
     sum_exp = sum_vocab
     if pointer_probs is not None:
@@ -2836,7 +2838,7 @@ def softcap_loss_kernel(
     for start in range(0, V, BLOCK):
         cols = start + offs
         s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
-        softmax = tl.exp(s * SCALE - lse)
+        softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
         dz = factor * softmax
         for k in tl.static_range(K):
             target_weight = tl.load(weights + k) if k > 0 or pointer_probs is None else first_target_weight
