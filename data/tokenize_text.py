@@ -68,7 +68,7 @@ VOCABULARY = "vocabulary.txt"
 SHARDS = "[!.]*_[0-9]*.bin"  # the names of shards: training reads NAME_train_000001.bin, not other files
 # How the files here begin; no other file of these names is replaced.
 SHARD_BEGINS = re.escape(struct.pack("<2i", MAGIC, VERSION))
-VOCABULARY_BEGINS = rb"[0-9a-f\n]*\Z"
+VOCABULARY_BEGINS = rb"(00|21)\n[0-9a-f\n]*\Z"  # the first token is a zero byte, or GPT-2's "!"
 FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one split empty
 # The names of other scripts' shards, which those replace.
 OTHER_MAKERS = ("fineweb", "python", "shakespeare", "synthetic", "torch")

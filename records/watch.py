@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,7 +69,6 @@ class Watch:
     def __init__(self, script: Path, dry: bool):
         self.tg = load_script(script)
         self.dry = dry
-        self.log = ""
         self.is_timed = False  # inside train(), where the clock runs
         self.is_in_step = False
         self.events = []  # ("step" or "validation", when it began, when it ended, in seconds)
@@ -83,9 +83,9 @@ class Watch:
         self.hook(self.tg, "train", self.on_train)
 
     def hook(self, owner: Any, name: str, handler: Callable) -> None:
-        """Replaces a function by handler(function, its arguments)."""
+        """Replaces a function by handler(function with its keywords, its other arguments)."""
         original = getattr(owner, name)
-        setattr(owner, name, lambda *args: handler(original, *args))
+        setattr(owner, name, lambda *args, **keywords: handler(partial(original, **keywords), *args))
 
     def run(self, folder: Path, arguments: Sequence[str]) -> None:
         """Runs the command line in `folder`, which gets the log. Raises RuntimeError if it fails."""
@@ -125,21 +125,21 @@ class Watch:
         self.outcome = self.losses, self.checksum()
         return result
 
-    def on_step(self, original, model, optimizer, batch, *args):
-        if not self.is_timed:  # in the warm-up
-            return original(model, optimizer, batch, *args)
-        if not self.losses:
-            self.model = model
-            self.checksum_at_start = self.checksum()
-        self.asked.clear()
-        self.given.append([np.array(part.inputs) for part in batch.micro_batches])
-        self.forwarded.append([])
+    def on_step(self, original, model, optimizer, batch, *more):
+        if self.is_timed:  # not in the warm-up
+            if not self.losses:
+                self.model = model
+                self.checksum_at_start = self.checksum()
+            self.asked.clear()
+            self.given.append([np.array(part.inputs) for part in batch.micro_batches])
+            self.forwarded.append([])
         began = time.perf_counter()
-        self.is_in_step = True
-        loss = torch.zeros(()) if self.dry else original(model, optimizer, batch, *args)
+        self.is_in_step = self.is_timed
+        loss = torch.zeros(()) if self.dry else original(model, optimizer, batch, *more)
         self.is_in_step = False
-        self.losses.append(float(loss))
-        self.events.append(("step", began, time.perf_counter()))
+        if self.is_timed:
+            self.losses.append(float(loss))
+            self.events.append(("step", began, time.perf_counter()))
         return loss
 
     def on_forward(self, original, model, *args):
@@ -148,14 +148,15 @@ class Watch:
                 self.forwarded[-1].append(np.array(value.inputs))
         return original(model, *args)
 
-    def on_slice(self, original, *args):
+    def on_slice(self, original, loader, i):
         began = time.perf_counter()
-        micro_batch = original(*args)
+        micro_batch = original(loader, i)
         if self.is_timed:
             self.events.append(("validation", began, time.perf_counter()))
         return micro_batch
 
     def on_token_losses(self, original, model, micro_batch, *options):
+        self.token_losses = original
         self.options = options  # what validation gives besides the batch
         began = time.perf_counter()
         losses = original(model, micro_batch, *options)

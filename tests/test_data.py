@@ -401,6 +401,15 @@ def test_text_beside_shakespeare_is_not_replaced_unless_it_is_the_same(tmp_path)
         assert (len(contents(out)) == 1) == bool(more)
 
 
+def test_a_users_list_of_hexadecimal_words_is_no_vocabulary(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "vocabulary.txt").write_text("cafe\nbabe\n")
+    with pytest.raises(SystemExit, match="vocabulary.txt: another kind of file"):
+        make_shards("tokenizer", tmp_path, out)
+    assert contents(out) == {"vocabulary.txt": b"cafe\nbabe\n"}
+
+
 @pytest.mark.parametrize("name", tt.OTHER_MAKERS)
 def test_the_names_of_other_scripts_shards_are_refused(tmp_path, name):
     """By --name, or as the folder's: those scripts would replace the shards, or take them for their own."""

@@ -128,9 +128,11 @@ def test_printed_accuracies(saved, tmp_path, capsys):
 
 def test_endings_of_equal_losses_share_the_item():
     """Else the first of them would be right wherever the label is 0: the mean and the sum, each by itself."""
-    losses = [np.array(each) for each in ([1.0, 1.0], [1.0], [3.0], [0.5, 1.5])]
+    losses = [np.array(each) for each in ([1.0, 1.0], [1.000001], [3.0], [0.5, 1.5])]
     found = [hellaswag.score(losses, label).tolist() for label in range(4)]
     assert found == [[1 / 3, 0], [1 / 3, 1], [0, 0], [1 / 3, 0]]
+    different = [np.array([each]) for each in (2.001, 2.0, 2.001, 2.001)]
+    assert hellaswag.score(different, 1).tolist() == [1, 1]
     same = [np.array([2.0])] * 4
     assert all(hellaswag.score(same, label).tolist() == [0.25, 0.25] for label in range(4))
 

@@ -43,7 +43,8 @@ def run_head(x, w, head):
 
 
 def plain_head(x, w):
-    z = 23 * torch.sigmoid((x @ w + 5) / 7.5)
+    cap = tg.RECORD.softcap
+    z = cap.scale * torch.sigmoid((x @ w + cap.shift) / cap.span)
     logp = z.log_softmax(-1)
     rows = torch.arange(len(x))
     loss = -logp[rows, TARGETS].sum() - 0.5 * logp[rows[:-1], TARGETS[1:]].sum()

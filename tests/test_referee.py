@@ -239,7 +239,7 @@ CHEATS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule,name", CHEATS, ids="-".join)
+@pytest.mark.parametrize("rule,name", CHEATS, ids=map(": ".join, CHEATS))
 def test_cheat_is_caught_by_its_rule(rule, name, corpus, tmp_path):
     texts, settings = CHEATS[rule, name]
     if rule in OF_A_LOSS:  # needs a trained model, and nothing else of its run

@@ -12,6 +12,7 @@ from train_gpt import PRESETS
 PRESET_OF = {"cpu": "cpu", "words": "words", "gpt2-small": "record"}
 
 
+@pytest.mark.pinned("the task of a preset's track (its data, target, validation or micro-batches)")
 @pytest.mark.parametrize("track", tracks.TRACKS)
 def test_the_presets_have_their_tracks_constants(track):
     """The target of `words` rises with its next record, and the preset's with it."""
@@ -22,6 +23,7 @@ def test_the_presets_have_their_tracks_constants(track):
     assert tracks.differences(track, asdict(cfg)) == expected
 
 
+@pytest.mark.pinned("the task of a preset's track (its data, target, validation or micro-batches)")
 def test_other_values_are_named():
     cfg = replace(PRESETS["cpu"], val_slices=1, target=3.5, heads=8)
     assert tracks.differences("cpu", asdict(cfg)) == ["target is 3.5, not 1.07", "val_slices is 1, not 128"]
