@@ -16,12 +16,12 @@ gpu=''   # or `yes`
 if [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* && ! ${CUDA_VISIBLE_DEVICES-0} =~ ^(-1)?$ ]]; then gpu=yes; fi
 
 suitable() {   # MODULE...: imports for real, since a broken installation has a version, too
-    works "import sys$(printf ', %s' numpy torch "$@")
+    works "import sys$(printf ', %s' numpy torch tqdm "$@")
 if [int(n) for n in torch.__version__.split('.')[:2]] < [2, 11] or '$gpu' and not torch.version.cuda:
     sys.exit(f'torch {torch.__version__} is older than 2.11, or lacks CUDA')"
 }
 
-find_environment() {   # MODULE...: sets `python` to one with numpy, torch and these; makes .venv if needed
+find_environment() {   # MODULE...: sets `python` to one with numpy, torch, tqdm and these; makes .venv if needed
     python=$(command -v "${PYTHON:-python3}") || die "there is no ${PYTHON:-python3}"
     if suitable "$@"; then return; fi
     if ! cmp -s requirements.txt .venv/installed-requirements.txt; then

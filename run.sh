@@ -59,7 +59,7 @@ train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctr
 
 say "checking Python, the options and the data"
 modules=()
-[[ $data || $preset == cpu ]] || modules=(tiktoken huggingface_hub tqdm)   # to get the data
+[[ $data || $preset == cpu ]] || modules=(tiktoken huggingface_hub)   # to get the data
 find_environment "${modules[@]}"
 if [[ $gpu ]]; then
     works 'import triton; triton.runtime.driver.active.get_current_device()' ||
@@ -74,7 +74,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # The processes meet at the loopback interface, because the machine's name may have no address.
 if [[ $(uname) == Linux ]]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
 [[ ! $against ]] || works 'import scipy' || die "compare.py needs scipy: $problem"
-"${tied[@]}" "$python" "$script" "${args[@]}" --check "$processes" >/dev/null
+# Early records' scripts have no --check.
+! grep -q '"--check"' "$script" ||
+    "${tied[@]}" "$python" "$script" "${args[@]}" --check "$processes" >/dev/null
 declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
 [[ $data ]] || "${tied[@]}" "$python" data/${sources[$preset]:-fineweb.py}
 for (( end = seed + runs; seed < end; seed++ )); do

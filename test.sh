@@ -19,7 +19,7 @@ esac
 shift
 [[ "$marked $*" != "not long "*tests/* ]] || marked=''
 
-find_environment huggingface_hub matplotlib safetensors scipy tiktoken tqdm
+find_environment huggingface_hub matplotlib safetensors scipy tiktoken
 works 'import mypy, pytest, ruff, xdist' || pip_install -r tests/requirements.txt
 # torch for CUDA brings its Triton; torch for CPUs has none.
 works 'import triton' || pip_install 'triton==3.7.1; sys_platform == "linux" and platform_machine == "x86_64"'

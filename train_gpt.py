@@ -89,31 +89,11 @@ try:
     import torch.nn.functional as F
     from torch import Tensor, nn
     from torch.utils._pytree import tree_leaves, tree_map_only
+    from tqdm import tqdm
 except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
     raise SystemExit(
         f"train_gpt.py: {error}; ./run.sh installs what is missing; no file here may be called like a module"
     ) from None
-
-try:
-    from tqdm import tqdm
-except ImportError:  # lines are printed, and no bar is drawn
-
-    class tqdm:  # type: ignore
-        def __init__(self, iterable=(), *args, **options):
-            self.iterable = iterable
-
-        def __iter__(self):
-            return iter(self.iterable)
-
-        def draw(self, *args, **options):
-            pass
-
-        update = set_postfix_str = close = draw
-
-        @staticmethod
-        def write(text, file=None):
-            print(text, file=file)
-
 
 try:
     import triton
@@ -852,18 +832,23 @@ class CUDAGraphs:
 
     def run(self, state: tuple, function: Callable, *args):
         """Returns function(*args). state: what it reads on the host besides its arguments."""
+        call = partial(function, *args)
         if self.pool is None or TRACING:  # a trace has the launches one by one
-            return function(*args)
-        known_by = [(x.data_ptr(), x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(args)]
-        key = state, function, *known_by
+            return call()
+        known_by = [state, function]
+        for x in tree_leaves(args):
+            if isinstance(x, Tensor):
+                x = x.data_ptr(), x.shape
+            known_by.append(x)
+        key = tuple(known_by)
         if key not in self.captured:
             self.captured[key] = None
-            return function(*args)
+            return call()
         if self.captured[key] is None:
             graph = torch.cuda.CUDAGraph()
             # In the meantime the thread that builds batches may page-lock memory.
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                results = function(*args)
+                results = call()
             self.captured[key] = graph, results
         graph, results = self.captured[key]
         graph.replay()
@@ -1058,8 +1043,10 @@ def forward_backward(
         root_grads.extend(pointer_grads)
     with traced("backward"):
         torch.autograd.backward(roots, root_grads)
-    # Of n-grams there is none if no layer adds them.
-    row_grads = {name: rows.grad for name, rows in looked_up.items() if rows.grad is not None}
+    row_grads = {}
+    for name, rows in looked_up.items():
+        if rows.grad is not None:  # of n-grams it is None if no layer adds them
+            row_grads[name] = rows.grad
     return loss, row_grads
 
 
@@ -3323,7 +3310,8 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
 
     Raises UserError with the first reason against them here, and a setting that avoids it.
     """
-    check_driver()
+    if cfg.preset == "record":  # no other takes a GPU
+        check_driver()
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     too_old = capability < (8, 0)
@@ -3969,7 +3957,8 @@ class Optimizer:
 
     def written(self) -> tuple[bool, ...]:
         """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there."""
-        return tuple(bool(p.written) for p in self.params.values() if isinstance(p, DenseParam))
+        dense = [param for param in self.params.values() if isinstance(param, DenseParam)]
+        return tuple(bool(param.written) for param in dense)
 
     @torch.no_grad()
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:

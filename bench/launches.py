@@ -399,8 +399,9 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Count
             step[phase, "launches"] = sum(step[phase, column] for column in COLUMNS[1:4])
         for column in COLUMNS:
             step["all", column] = sum(step[phase, column] for phase in PHASES)
-            in_graphs = sum(step[phase, column] for phase in ("forward", "head", "backward"))
-            step["outside", column] = step["all", column] - in_graphs
+            step["outside", column] = step["all", column]
+            for phase in ("forward", "head", "backward"):
+                step["outside", column] -= step[phase, column]
     return steps, memory.peak
 
 

@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
+from tqdm import tqdm
 
 from scripts import UserError, make_parser, number, replacing, run_script, target, unfinished
 
@@ -452,8 +453,6 @@ class LeftOut:
         self.bad += 1
         self.last = error
         if self.bad <= NAMED:
-            from tqdm import tqdm
-
             tqdm.write(f"left out: {error}", file=sys.stderr)  # above the bar
 
 
@@ -583,8 +582,6 @@ def check_splits(train: SplitWriter, val: SplitWriter, left_out: LeftOut) -> Non
 
 
 def run(args: argparse.Namespace) -> None:
-    from tqdm import tqdm  # here, because local_corpus.py needs numpy alone
-
     total = sum(path.stat().st_size for path in args.files)
     for path in args.files:
         if path.is_dir():

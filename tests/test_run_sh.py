@@ -56,8 +56,8 @@ def repository(tmp_path):
     tmp_path.mkdir()
     for name in SCRIPTS:
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "train_gpt.py").touch()
-    (tmp_path / "old.py").touch()
+    (tmp_path / "train_gpt.py").write_text('add("--check")')
+    (tmp_path / "old.py").write_text('add("--check")')
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/bare-python").write_text(PYTHON)
     return tmp_path
@@ -180,6 +180,11 @@ def test_options_of_the_user_have_priority(ready):
     assert "threads: 5" in run.text
     given = "--preset=record --data=mine --name=$A b --set a=1 b=2 --checkpoint-every 9"
     assert commands == [f"old.py {given} --check 3", f"{STANDALONE}3 old.py --seed=10 {given}"]
+
+
+def test_an_early_script_runs_without_a_check(ready):
+    (ready / "old.py").write_text("")
+    assert run(ready, "old.py --data mine") == [f"{STANDALONE}2 old.py --seed=0 --preset=cpu --data=mine"]
 
 
 def test_tiny_comes_before_the_users_settings_and_says_that_its_loss_means_nothing(ready):
@@ -472,7 +477,7 @@ def test_an_installation_ends_with_the_shell_and_begins_again(repository, number
 def test_the_cpu_preset_trains_without_packages_that_only_others_need(repository):
     shutil.copy(ROOT / "train_gpt.py", repository)
     make_corpus(repository / "corpus")
-    for package in ("tqdm", "tiktoken", "huggingface_hub"):
+    for package in ("tiktoken", "huggingface_hub"):
         (repository / f"{package}.py").write_text("raise ImportError('not here')")
     arguments = ["--tiny", "--data", "corpus", *settings("length=1")]
     real = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
