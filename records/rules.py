@@ -86,8 +86,8 @@ class Case:
         script = folder / self.script.name
         script.write_bytes(self.script.read_bytes())
         watch = Watch(script, kind in ("full", "reseeded"))
-        seed = "1" if kind == "reseeded" else "0"
-        watch.run(folder, ["--preset", self.preset, "--seed", seed, "--set", *chosen])
+        options = ["--preset", self.preset, "--seed", "1" if kind == "reseeded" else "0"]
+        watch.run(folder, [*options, "--set", *chosen])
         return watch
 
     def add_noise(self) -> None:
@@ -152,7 +152,7 @@ def check_causal(case: Case) -> str:
         after = case.losses(case.batch(changed)._replace(targets=batch.targets))
         place = first_change(before, after, torch.arange(T) <= cut)
         if place is not None:
-            change = float(after[place] - before[place])
+            change = after[place] - before[place]
             return f"broken: other tokens from {cut + 1} on change the loss at {place} by {change:.2g}"
     return OK
 
@@ -162,7 +162,7 @@ def check_targets(case: Case) -> str:
     batch = case.batch(case.text())
     before = case.losses(batch)
     generator = torch.Generator().manual_seed(4)
-    for share in (0.5, 0.05, 0.95):
+    for share in (0.5, 0.05):
         is_other = torch.rand(len(before), generator=generator) < share
         others = torch.randint(case.cfg.vocab_size, is_other.shape, generator=generator)
         after = case.losses(batch._replace(targets=torch.where(is_other, others, batch.targets)))
@@ -227,7 +227,7 @@ def check_validation(case: Case) -> str:
     logged, _ = logged_end(watch)
     if not abs(mean - logged) <= SUM_TOLERANCE:
         return f"broken: the log has a loss of {logged}, the slices have a mean of {mean:.4f}"
-    for i in (count - 1, count // 2, count // 3, 0):
+    for i in (count - 1, count // 2, 0):
         alone = case.losses(case.batch(slices[i])).mean().item()
         if not abs(alone - losses[wanted[i]]) <= SUM_TOLERANCE:
             return f"broken: slice {i} had a loss of {losses[wanted[i]]:.4f}, and alone it has {alone:.4f}"

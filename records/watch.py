@@ -131,7 +131,7 @@ class Watch:
                 self.model = model
                 self.checksum_at_start = self.checksum()
             self.asked.clear()
-            self.given.append([np.array(part.inputs) for part in batch.micro_batches])
+            self.given.append([part.inputs.numpy().copy() for part in batch.micro_batches])
             self.forwarded.append([])
         began = time.perf_counter()
         self.is_in_step = self.is_timed
@@ -145,7 +145,7 @@ class Watch:
     def on_forward(self, original, model, *args):
         for value in args:
             if self.is_in_step and hasattr(value, "inputs"):
-                self.forwarded[-1].append(np.array(value.inputs))
+                self.forwarded[-1].append(value.inputs.numpy().copy())
         return original(model, *args)
 
     def on_slice(self, original, loader, i):
