@@ -22,11 +22,11 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     4  Helpers      a user's errors, labels in traces, compilation, dtypes
     5  Step         what a batch holds; train_step, validate
     6  Model        shapes and initial values of parameters; GPT: embeddings, layers, the head with its loss
-    7  Operations   in plain torch, five with Triton kernels: norm, rotary embedding, attention, FP8, squared
+    7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
+    8  Operations   in plain torch, five with Triton kernels: norm, rotary embedding, attention, FP8, squared
                     ReLU, loss, copy pointer, rows of tables; the backend of a run, which chooses
-    8  Gradients    matmuls that write their weights' gradients into main_grad
-    9  Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
-    10 Optimizer    has these objects; scatter, work, gather, in explicit orders
+    9  Optimizer    scatter, work and gather of all that is updated, in explicit orders
+    10 Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
     11 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
     12 Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     13 Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows,
@@ -38,11 +38,12 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
 table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), F the
-MLP's width, L the layers, V the padded vocabulary, K the targets of a token or the orders of n-grams.
+MLP's width, L the layers, V the padded vocabulary, K the targets of a token or the orders of n-grams. Dq and
+Dv are the widths of a head's queries and values. In code, F is torch.nn.functional.
 
 The stream is the residual stream. A bank is a stack of equal matrices, and a rank's block is the part of a
-parameter that it updates. The touched rows of a table are those that a batch looks up. A running average of a
-parameter ticks after some steps: that moves it.
+parameter that it updates. The touched rows of a table are those that a batch looks up. After some steps a
+running average of a parameter ticks: it moves towards the parameter.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 @dataclass(frozen=True)
 class Layer:
-    # paired: two heads share one stream of twice the length. Empty: this layer does not attend.
+    # paired: two heads share one sequence of twice the length. Empty: this layer does not attend.
     attention: Literal["plain", "paired", ""] = "plain"
     # A field of Windows. Rotary embedding follows the long windows in wide heads, the short in narrow ones.
     window: Literal["short", "long"] = "short"
@@ -176,9 +177,10 @@ class Windows:
 class Softcap:
     """Caps the logits x: they become scale * sigmoid((x + shift) / span).
 
-    So none runs away, and gradients stay small (record 9; Gemma 2, arXiv:2408.00118). The defaults leave more
-    room below than above: most tokens are never right, and their logits lie far below the few that may be (PR
-    181). Softcap(30, 0, 7.5) is symmetric: 15 tanh(x / 15) and a constant, which the softmax does not see.
+    So no logit runs away, and gradients stay small (record 9; Gemma 2, arXiv:2408.00118). The defaults leave
+    more room below than above: most tokens are never right, and their logits lie far below the few that may
+    be (PR 181). Softcap(30, 0, 7.5) is symmetric: 15 tanh(x / 15) and a constant, which the softmax does not
+    see.
     """
 
     scale: Annotated[float, 1, 80] = 23.0  # exp(80) is finite in fp32
@@ -190,7 +192,7 @@ SOFTCAP = Softcap()
 
 
 @dataclass(frozen=True)
-class Param:
+class ParamSpec:
     """Says how a parameter is trained: a row of PARAMS.
 
     Its shape and its initial value are a line of param_table().
@@ -227,7 +229,7 @@ class Param:
 GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 
 # fmt: off
-Bank = partial(Param, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
+Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
 # Gradients are exchanged in this order: after those of n-grams, and before the small parameters'.
 PARAMS = (
@@ -236,29 +238,29 @@ PARAMS = (
     Bank("narrow_qk_bank"),
     Bank("vo_bank"),
     Bank("mlp_bank", matrix_lr_mul=(1.0, 2.0)),
-    Param("scalars",          5.00,   0, dtype="float32"),
-    Param("smear_gate",       0.01,   0),
-    Param("ve_gate_bank",     1.00,   1),
+    ParamSpec("scalars",          5.00,   0, dtype="float32"),
+    ParamSpec("smear_gate",       0.01,   0),
+    ParamSpec("ve_gate_bank",     1.00,   1),
     # Two small MLPs each. mudd: [0] weighs streams for the layer with MUDD, [1] for the mix before the head.
     # mudd_gate: [0] computes the gates of the layers up to skip_from, [1] those of the layers after it.
-    Param("mudd_w1",          0.25,   1),
-    Param("mudd_w2",          0.25,   1),
-    Param("mudd_b2",          0.25,   0),
-    Param("mudd_gate_w1",     0.10,   1),
-    Param("mudd_gate_w2",     0.10,   1),
-    Param("mudd_gate_b2",     0.10,   0),
-    Param("mudd_gate_scale",  0.10,   0, dtype="float32"),
-    Param("post_lambdas",     1.00,   0, dtype="float32", betas=(0.90, 0.95)),
-    Param("resid_lambdas",    5.00,   0, dtype="float32", betas=(0.90, 0.95)),
-    Param("pointer_bank",     1.00,   1),
-    Param("pointer_gain",     1.00,   0, dtype="float32"),
-    Param("pointer_sink",     1.00,   0, dtype="float32"),
-    Param("lm_head",          1.00, 150, "matmul", update_order=2, betas=(0.50, 0.95)),
-    Param("bigram_embed",    75.00,   5, "hashed", "sparse", update_order=1, betas=(0.75, 0.95)),
-    Param("value_embeds",    70.00,   5, "tokens", "sparse", update_order=5, betas=(0.75, 0.95),
+    ParamSpec("mudd_w1",          0.25,   1),
+    ParamSpec("mudd_w2",          0.25,   1),
+    ParamSpec("mudd_b2",          0.25,   0),
+    ParamSpec("mudd_gate_w1",     0.10,   1),
+    ParamSpec("mudd_gate_w2",     0.10,   1),
+    ParamSpec("mudd_gate_b2",     0.10,   0),
+    ParamSpec("mudd_gate_scale",  0.10,   0, dtype="float32"),
+    ParamSpec("post_lambdas",     1.00,   0, dtype="float32", betas=(0.90, 0.95)),
+    ParamSpec("resid_lambdas",    5.00,   0, dtype="float32", betas=(0.90, 0.95)),
+    ParamSpec("pointer_bank",     1.00,   1),
+    ParamSpec("pointer_gain",     1.00,   0, dtype="float32"),
+    ParamSpec("pointer_sink",     1.00,   0, dtype="float32"),
+    ParamSpec("lm_head",          1.00, 150, "matmul", update_order=2, betas=(0.50, 0.95)),
+    ParamSpec("bigram_embed",    75.00,   5, "hashed", "sparse", update_order=1, betas=(0.75, 0.95)),
+    ParamSpec("value_embeds",    70.00,   5, "tokens", "sparse", update_order=5, betas=(0.75, 0.95),
           update_every=(2, 4)),
     # Until the untie step it is the transpose of lm_head.
-    Param("embed",            1.00, 150, "tokens", "sparse", update_order=3, betas=(0.50, 0.95)),
+    ParamSpec("embed",            1.00, 150, "tokens", "sparse", update_order=3, betas=(0.50, 0.95)),
 )
 # fmt: on
 
@@ -268,7 +270,7 @@ class WeightAverage:
     """A running average of parameters, which in the end replaces their last values or is mixed with them.
 
     A row of Config.averages. Averages take noise out where the rate is still high, in the place of the last
-    part of a cooldown (record 92, PR 360). Rows of n-grams have none.
+    part of a cooldown (record 92, PR 360). The table of n-grams has none.
     """
 
     params: tuple[str, ...]  # of banks, tables and lm_head; those that the model lacks are ignored
@@ -287,15 +289,18 @@ class WeightAverage:
 # Record 92's. Some parameters have two rows: the second row starts from what the first one wrote. The record
 # ticks lm_head's average after every step, at 2 / 299. As lm_head changes after every second step only, two
 # of these ticks are one here; the last stays single.
+# fmt: off
 AVERAGES = (
-    WeightAverage(
-        ("lm_head", "embed"), 298, 1 - (1 - 2 / 299) ** 2, 0.65, every=2, also=(297,), last_rate=2 / 299
-    ),
-    WeightAverage(("vo_bank", "mlp_bank"), 250, 4 / 53, every=4),
-    WeightAverage(("value_embeds",), 250, 4 / 53, every=4, offset=2, keep_norm=False),
-    WeightAverage(("qk_bank", "narrow_qk_bank"), 298, 2 / 75, 0.55, every=4, also=(1,)),
-    WeightAverage(("vo_bank", "mlp_bank"), 298, 2 / 75, 0.3493, every=4, also=(1,)),
+    #              parameters                    window  rate                     blend
+    WeightAverage(("lm_head", "embed"),          298,    1 - (1 - 2 / 299) ** 2,  0.65, every=2, also=(297,),
+                  last_rate=2 / 299),
+    WeightAverage(("vo_bank", "mlp_bank"),       250,    4 / 53,                  1.0, every=4),
+    WeightAverage(("value_embeds",),             250,    4 / 53,                  1.0, every=4, offset=2,
+                  keep_norm=False),
+    WeightAverage(("qk_bank", "narrow_qk_bank"), 298,    2 / 75,                  0.55, every=4, also=(1,)),
+    WeightAverage(("vo_bank", "mlp_bank"),       298,    2 / 75,                  0.3493, every=4, also=(1,)),
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -363,14 +368,14 @@ class Config:
     skip_from: int = 3
     skip_to: int = 6
     backout_from: int = 7
-    # Gates, and MUDD's weights, come from small MLPs of every token; false: learned constants.
+    # Gates and MUDD's weights are computed for each token, by small MLPs; false: learned constants.
     mudd_gates: bool = True
     mudd_weights: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 7). Its width, 0: no pointer; and how many tokens it looks back.
+    # softmax (section 8). Its width, 0: no pointer; and how many tokens it looks back.
     pointer_dim: int = 128
     pointer_window: Positive = 2560
     pointer_val_window: Positive = 16384
@@ -384,9 +389,9 @@ class Config:
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
     dtype: Float = "bfloat16"  # of weights and activations
-    # The schedule. `--set length=0.5` halves all of it: the steps of stages, momentum and averages,
-    # late_updates_from and two_momenta_from. It takes them as the settings before it left them. A preset's
-    # own length is applied first: a copy of the script can be shortened in one place.
+    # The schedule. `--set length=0.5` halves every number of steps: of stages, momentum and averages,
+    # late_updates_from and two_momenta_from. It rescales what the settings to its left have set. A preset's
+    # own length is applied before all settings, so a copy of the script can be shortened in one place.
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
     # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
@@ -412,10 +417,10 @@ class Config:
     microbatches: Positive = 8
     averages: tuple[WeightAverage, ...] = AVERAGES  # done after the last step, in this order
     # The optimizer.
-    params: tuple[Param, ...] = PARAMS
+    params: tuple[ParamSpec, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
     # Of all parameters but banks, by Adam:
-    adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
+    adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
     # Of banks, by ANVIL, down to fast_weight:
@@ -435,13 +440,13 @@ class Config:
     two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
-    # How the run computes. None of it changes what is trained, but for rounding.
+    # How the run computes. None of these changes the algorithm: they change speed, memory and rounding.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
     main_grad: bool = True
-    # The head takes so many tokens at once: more need more memory, fewer more launches. With sampled columns
-    # it takes more tokens, so that it makes about as many logits.
+    # The head takes this many tokens at once: more need more memory, fewer more launches. With sampled
+    # columns it takes more tokens, so that it makes about as many logits.
     head_chunk: Positive = 8192
     kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
@@ -451,6 +456,7 @@ class Config:
     # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. Elsewhere that gains little or
     # loses.
     bf16_mlp: bool = True
+    device: Literal["gpu", "cpu"] = "gpu"  # gpu: if there is one
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
     # On a GPU a micro-batch's forward and backward become one launch. No GPU has run this yet.
     cuda_graphs: bool = False
@@ -528,6 +534,7 @@ CPU = replace(
     # A third of such a small step is the cost of many small operations, so there are few micro-batches.
     microbatches=2,
     # Without a GPU: plain torch, in fp32.
+    device="cpu",
     dtype="float32",
     bank_dtype="float32",
     kernels=(),
@@ -586,7 +593,7 @@ WORDS = replace(
 class StepPlan(NamedTuple):
     step: int
     stage: int
-    lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
+    lr_mul: float  # of every learning rate, as scheduled; ParamSpec.lr_mul multiplies it
     momentum: float  # ANVIL's, by Nesterov's rule
     fast_beta: float  # decay of ANVIL's fast running average of gradients
     fast_weight: float  # its weight in the momentum; the slow average has the rest
@@ -708,7 +715,7 @@ def tick_rates(average: WeightAverage, steps: int) -> dict[int, float]:
             ticks.append(steps - 1 - left)
     rates = dict.fromkeys(ticks, average.rate)
     if ticks:
-        rates[ticks[0]] = average.last_rate or average.rate
+        rates[ticks[0]] = average.last_rate or average.rate  # ticks go back in time
         rates[ticks[-1]] = 1.0  # the first in time: a copy of the parameter
     return rates
 
@@ -898,9 +905,9 @@ map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and t
 class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
-    position: tuple[int, ...]  # of the loader, after it
-    # By table, packed together: of the tables that this step updates; and "ngrams", if their rows must be
-    # fetched for this step, with those of the steps that follow until the next update of their table.
+    position: tuple[int, ...]  # where the loader stands after this batch; a resumed run starts there
+    # By table, packed together: of each table that this step updates. "ngrams" only in the first step after
+    # an update of the n-grams: of the rows that all steps up to the next update read.
     routes: dict[str, RowRoutes]
 
 
@@ -909,18 +916,21 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # (T,) int64
     hashed_rows: Tensor  # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    cu_seqlens: Tensor  # (n,) int32: 0, the ends of the documents, as attention cuts them, then T
+    # (n,) int32: 0, the ends of the documents or of the pieces that attention cuts them into, then T, which
+    # repeats up to a fixed length
+    cu_seqlens: Tensor
     max_doc_len: int  # bound on such a document's length
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
-    # By selector. The ids of n-grams are slots, all others are rows. Packed apart from the rest: sizes vary.
+    # By the field above that has the ids. Those of n-grams are slots, all others are rows. Packed apart from
+    # the rest, because their sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
     loss_weights: Tensor | None = None
 
 
-# The list of a micro-batch that selects the rows of a table, by Param.kind.
+# The field of MicroBatch that selects the rows of a table, by its kind.
 SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
 
 
@@ -958,12 +968,12 @@ class RowRoutes(NamedTuple):
 
 
 def train_step(
-    model: GPT, optimizer: Optimizer, batch: Batch, following: Callable[[], Batch | None] = lambda: None
+    model: GPT, optimizer: Optimizer, batch: Batch, next_batch: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
     """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
     With sampled columns it is the loss over these alone, which is lower.
 
-    `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
+    `next_batch()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
     plan, params = batch.plan, optimizer.params
     count = len(batch.micro_batches)
@@ -977,17 +987,18 @@ def train_step(
     losses = []
     for micro_batch in batch.micro_batches:
         segments = move(micro_batch.segments, model.device)
-        micro_batch = move(micro_batch._replace(segments={}), model.device, model.fixed_buffer)
+        micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
         args = model, params, micro_batch, plan.windows, plan.prefix > 0, 1 / count, mlps_fp8
         loss, row_grads = model.graphs.run(optimizer.written(), forward_backward, *args)
         for param in params.values():
             param.end_backward()
         optimizer.add_rows(row_grads, segments, model.signs)
+        # For the log alone: gradients are those of the sum over a micro-batch's tokens.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if mlps_fp8:
         amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
-    optimizer.step(plan, following)
+    optimizer.step(plan, next_batch)
     if mlps_fp8:
         model.set_fp8_scales(amax.wait())
     return sum(losses[1:], losses[0])
@@ -1002,7 +1013,7 @@ def forward_backward(
     loss_share: float,
     mlps_fp8: FP8MLP | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Runs a micro-batch's forward and backward, which gives gradients to `params`.
+    """Runs a micro-batch's forward and backward, which gives gradients to Optimizer.params.
 
     with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: the factor 1 /
     micro-batches that all of them contain. Returns the weighted sum of losses, 0-d, and by table the
@@ -1145,9 +1156,15 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     return early, late
 
 
-# A layer's numbers in GPT.scalars, resid_lambdas and post_lambdas: factors of its products, of the stream
-# where outputs are added, and of these outputs.
+# A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
+# products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
+# outputs.
 LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
+
+
+def adds_before_mlps(layer: Layer, i: int) -> bool:
+    """True if something is added to the stream of layer i before its MLPs."""
+    return bool(layer.attention) or layer.x0 or (layer.ngram and i > 0)
 
 
 def used_scalars(cfg: Config) -> list[LayerScalars]:
@@ -1155,12 +1172,11 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     used = []
     for i, layer in enumerate(cfg.layers):
         attends = bool(layer.attention)
-        adds = attends or layer.x0 or (layer.ngram and i > 0)  # something, before its MLPs
         has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
         scalars = LayerScalars(
             qkv=attends,
             out=attends,
-            resid_attention=has_own and adds,
+            resid_attention=has_own and adds_before_mlps(layer, i),
             resid_mlp=has_own,
             post_attention=has_own and attends,
             post_mlp=has_own and layer.mlps > 0,
@@ -1320,7 +1336,7 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def used_params(cfg: Config) -> list[Param]:
+def used_params(cfg: Config) -> list[ParamSpec]:
     """Returns the parameter table's rows, without those of parameters that this model lacks."""
     shapes = param_shapes(cfg, 1)
     return [spec for spec in cfg.params if spec.name in shapes]
@@ -1387,16 +1403,16 @@ class GPT(nn.Module):
         self.device = torch.device(device)
         # An NgramTable, or what has its fetch(): where rows of n-grams come from. Its owner sets it.
         self.ngrams: typing.Any = None
-        # torch.empty, but of each size there is one tensor: each micro-batch in training overwrites the one
-        # before it. So those of equal shapes have equal addresses, which CUDA graphs need.
-        self.fixed_buffer = cache(torch.empty)
+        # For move(): torch.empty, but of each size there is one tensor. Each micro-batch in training
+        # overwrites the one before it, so those of equal shapes have equal addresses, which CUDA graphs need.
+        self.micro_batch_buffer = cache(torch.empty)
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.gate_table = gate_table(cfg)
         self.mlp_biases = mlp_biases(cfg)
         self.mix_streams = mix_streams(cfg)
         self.register_parameters(world_size)
         self.register_constants()
-        self.allocate_fp8_scales(world_size)
+        self.allocate_fp8(world_size)
         self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
             self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
@@ -1437,15 +1453,20 @@ class GPT(nn.Module):
         self.used_scalars = used_scalars(cfg)
         self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
 
-    def allocate_fp8_scales(self, world_size: int) -> None:
-        """Allocates the FP8 MLPs' scales and maxima, at fixed addresses.
+    def allocate_fp8(self, world_size: int) -> None:
+        """Allocates the FP8 MLPs' weights, scales and maxima, at fixed addresses.
 
-        fp8_scales: FP8MLP.scales of every MLP, (mlps, 3, 2, 1, 1). fp8_amax: FP8MLP.amax. weight_amax: the
-        maxima of fc and proj, (mlps, 2). Losses are divided by a rank's micro-batches, so the scales of
-        gradients are too: codes are the same for any number of ranks.
+        fp8_weights: FP8MLP.weights and .weights_T of every MLP. fp8_scales: FP8MLP.scales of every MLP,
+        (mlps, 3, 2, 1, 1). fp8_amax: FP8MLP.amax. weight_amax: the maxima of fc and proj, (mlps, 2). Losses
+        are divided by a rank's micro-batches, so the scales of gradients are too: codes are the same for any
+        number of ranks.
         """
-        mlps = sum(layer.mlps for layer in self.cfg.layers)
-        dy_scale = FP8_DY * world_size / num_microbatches(self.cfg, world_size)
+        cfg = self.cfg
+        mlps = sum(layer.mlps for layer in cfg.layers)
+        if self.backend.fp8 and cfg.fp8_mlp:
+            empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=self.device)
+            self.fp8_weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
+        dy_scale = FP8_DY * world_size / num_microbatches(cfg, world_size)
         scales = torch.ones(3, 2, device=self.device)  # those of fc, proj and square follow their maxima
         scales[FP8_SCALES["h"]] = FP8_H
         scales[FP8_SCALES["dy"]] = dy_scale
@@ -1568,8 +1589,7 @@ class GPT(nn.Module):
         for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, mlps_fp8, T))):
             if i == cfg.skip_to:
                 x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
-            # To the stream, before the MLPs. used_scalars() has the condition that anything is.
-            added: list[Term] = []
+            added: list[Term] = []  # to the stream, before the MLPs
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else saved["normed backout"]
                 if layer.mudd:
@@ -1581,8 +1601,7 @@ class GPT(nn.Module):
                 added.append((gates["x0", i], x0))
             if layer.ngram and i > 0:
                 added.append((gates["ngram", i], ngram))
-            if added:
-                assert w.scalars.resid_attention is not None  # None would count as 1
+            if adds_before_mlps(layer, i):
                 x = mix([(w.scalars.resid_attention, x), *added])
             added = []
             if layer.mlps or layer.mudd:
@@ -1695,10 +1714,11 @@ class GPT(nn.Module):
         qk, v = self.queries_keys_values(layer, h, w)  # (T, 2, H, Dq), (T, H, Dv)
         values = v
         if layer.attention == "paired":
-            # Paired heads: two heads share one stream of twice the length, so each query sees both heads'
+            # Paired heads: two heads share one sequence of twice the length, so each query sees both heads'
             # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
             # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2).
-            # These differ in the record, too. The window counts rows.
+            # For H = 4, heads 0 1 2 3 rotate as 2t + 0 1 0 1 and stand in rows 2t + 0 0 1 1: so does the
+            # record. The window counts rows.
             cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
             sin = sin[: 2 * T].view(T, 1, 1, 2, -1)
             qk = rotate(qk.unflatten(2, (-1, 2)), cos, sin)  # (T, 2, H/2, 2, Dq)
@@ -1796,7 +1816,7 @@ class GPT(nn.Module):
         self,
         x: Tensor,
         targets: Tensor,
-        weights: Tensor,
+        loss_weights: Tensor,
         head: Head,
         loss_share: float,
         sampled_columns: Tensor | None = None,
@@ -1806,9 +1826,9 @@ class GPT(nn.Module):
 
             logits = x @ lm_head;  dx = dlogits @ lm_head.T;  lm_head's gradient += x.T @ dlogits
 
-        x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
-        time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share` is the factor of
-        the loss that `weights` contain already: FP8 gradients are scaled with it.
+        x (T, d); targets (T, K) int64; loss_weights (K,). Memory holds one chunk's logits and their gradient
+        at a time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share`, 1 /
+        micro-batches, is in `loss_weights` already: FP8 gradients are scaled with it, too.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
@@ -1845,7 +1865,7 @@ class GPT(nn.Module):
                 logits = x[rows] @ w
             probs = None if pointer_probs is None else pointer_probs.part(rows)
             chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
-                logits, targets[rows], weights, fp8_scale, probs, self.cfg.softcap
+                logits, targets[rows], loss_weights, fp8_scale, probs, self.cfg.softcap
             )
             losses.append(chunk_losses)
             del logits  # before the next chunk's
@@ -1905,17 +1925,16 @@ class GPT(nn.Module):
         z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
         if not cfg.pointer_dim:
             return z.softmax(1)[0, : cfg.vocab_size]
-        # The mixture of section 7, for all next tokens at once.
+        # The mixture of section 8, for all next tokens at once.
         gate, z = split_gate(z, self.gate_column)
         p_vocab = z.softmax(1)[0]
         sources = slice(-1 - cfg.pointer_val_window, -1)
         q, k, sink_scores = self.pointer_inputs(x)
         scores = upcast(k[sources]) @ upcast(q[-1]) * len(self.pointer_sink) ** -0.5
-        weights = torch.cat([sink_scores[-1:], scores]).softmax(0)
-        p_sink, p_source = weights[:1], weights[1:]
-        probs = p_vocab * (1 - gate * (1 - p_sink))
-        probs.index_add_(0, micro_batch.inputs[sources], gate * p_source)
-        return probs[: cfg.vocab_size]
+        p = torch.cat([sink_scores[-1:], scores]).softmax(0)
+        p_sink, p_source = p[:1], p[1:]
+        p_copy = torch.zeros_like(p_vocab).index_add_(0, micro_batch.inputs[sources], p_source)
+        return mixture_probs(p_vocab, gate, p_sink, p_copy)[: cfg.vocab_size]
 
     # --------------------------------------------------------------------------------------------------- FP8
 
@@ -1926,22 +1945,19 @@ class GPT(nn.Module):
 
         exact: their scales fit these weights, not those of the step before and a margin.
 
-        All forwards of a step use the maxima of the step before, over all ranks: this step's are not known
-        yet, and so the scales do not depend on how micro-batches are spread.
+        Unless `exact`, all forwards of a step use the maxima of the step before, over all ranks: this step's
+        are not known yet, and so the scales do not depend on how micro-batches are spread.
         """
         if exact:
             self.weight_amax.zero_()
         bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
-        out = []
-        for matrices in (bank, bank.mT):
-            shape = matrices.unflatten(0, (-1, 2)).shape
-            out.append(self.fixed_buffer(shape, dtype=torch.float8_e4m3fn, device=self.device))
-        fp8_mlp_weights(out, bank, self.fp8_scales, self.weight_amax)
-        return FP8MLP(out[0], out[1], self.fp8_scales, self.fp8_amax.zero_())
+        fp8_mlp_weights(self.fp8_weights, bank, self.fp8_scales, self.weight_amax)
+        weights, weights_T = self.fp8_weights
+        return FP8MLP(weights, weights_T, self.fp8_scales, self.fp8_amax.zero_())
 
     def set_fp8_scales(self, amax: Tensor) -> None:
         """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2)."""
-        scales = self.fp8_scales[:, 2, :, 0, 0]  # (mlps, 2): of square and da
+        scales = self.fp8_scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
         # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.fp8_margins, scales))
@@ -2055,11 +2071,129 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 
 
 # ============================================================================================================
-# 7  Operations. Each in one place: its formula, its form in plain torch, and, where it has one, its Triton
+# 7  Gradients. Linear layers and MLPs, whose backwards write their weights' gradients into main_grad.
+# ============================================================================================================
+
+
+def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
+    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
+
+    The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
+    added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
+    """
+    out = main_grad[: a.size(1), : b.size(1)]
+    if a.dtype == out.dtype:
+        out.addmm_(a.T, b) if written else torch.mm(a.T, b, out=out)
+    elif a.element_size() > 1:
+        out.add_(a.T @ b) if written else out.copy_(a.T @ b)
+    elif written:
+        out.add_(fp8_matmul(a.T, b, scales, torch.float32))
+    else:
+        fp8_matmul(a.T, b, scales, out.dtype, out=out)
+
+
+# As an operation of torch's, so that a compiled backward can hold it. It is named after the module, so that
+# copies of this script with different names can be imported in one process. torch.library.custom_op would
+# take 0.1 ms more a call.
+LIBRARY = torch.library.Library(__name__.replace(".", "_"), "FRAGMENT")
+LIBRARY.define("write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor written) -> ()")
+LIBRARY.impl("write_grad", write_grad, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LIBRARY)
+write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
+
+
+class Weight(NamedTuple):
+    """A matrix of a bank, or the bank."""
+
+    w: Tensor  # (rows, cols)
+    main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
+    written: Tensor | None = None  # DenseParam.written
+
+    def split(self, rows: int) -> Iterator[Weight]:
+        """Returns a bank's matrices, of so many rows each, in their order."""
+        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
+        # gradient as large as the bank.
+        parts = self.w.flatten(0, -2).split(rows)
+        whole = self.main_grad
+        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
+        return map(partial(Weight, written=self.written), parts, main_grads)
+
+    def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
+        """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
+        if self.main_grad is None:
+            return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
+        write = write_grad_op if torch.compiler.is_compiling() else write_grad
+        write(self.main_grad, a, b, scales, self.written)
+        return None
+
+
+class Linear(torch.autograd.Function):
+    """x w^T, for x (T, cols). The matrix w is an argument beside its Weight: autograd sees only tensors."""
+
+    @staticmethod
+    def forward(ctx, x, weight, w):
+        ctx.weight = weight
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, None, ctx.weight.gradient(dy, x)
+
+
+class MLP(torch.autograd.Function):
+    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
+
+    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
+    Gradients pass straight through the roundings, but a square that becomes 0 has none.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weights, fc, proj, backend, fp8):
+        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
+        if fp8 is None:
+            square = backend.relu_square(h, fc)
+            ctx.save_for_backward(h, square, fc, proj)
+            return square @ proj
+        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
+        square8, square8_T = backend.relu_square_fp8(h8, fp8)
+        ctx.save_for_backward(h8_T, square8, square8_T)
+        proj8_T = fp8.weights_T[1]
+        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        backend, fp8 = ctx.backend, ctx.fp8
+        to_fc, to_proj = ctx.weights
+        if fp8 is None:
+            h, square, fc, proj = ctx.saved_tensors
+            da = backend.relu_square_grad(dy, proj, square)
+            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+        h8_T, square8, square8_T = ctx.saved_tensors
+        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
+        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
+        fc8_T = fp8.weights_T[0]
+        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
+        dfc = to_fc.gradient(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = to_proj.gradient(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        return dh, None, dfc, dproj, None, None
+
+
+# ============================================================================================================
+# 8  Operations. Each in one place: its formula, its form in plain torch, and, where it has one, its Triton
 #    kernel and what launches that, with the same arguments and results. Last, the Backend: a run's choice.
 # ============================================================================================================
 
 # ---- RMSNorm -----------------------------------------------------------------------------------------------
+
+
+def is_eager_fp32(x: Tensor) -> bool:
+    """True where nothing fuses passes over memory: fp32 or fp64, not compiled. There norm, mix and rotate
+    have forms by hand, equal up to rounding. An edit of one form needs the same edit of the other.
+    """
+    return not torch.compiler.is_compiling() and x.element_size() > 2
+
 
 NORM_EPS = 2.0**-23  # for every dtype
 
@@ -2069,7 +2203,7 @@ def norm(x: Tensor) -> Tensor:
 
     Reduced in at least fp32.
     """
-    if torch.compiler.is_compiling() or x.element_size() < 4:
+    if not is_eager_fp32(x):
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     return Norm.apply(x)
 
@@ -2097,7 +2231,7 @@ def mix(terms: Sequence[Term]) -> Tensor:
     (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
     n-grams, each layer can lean on the input again (record 9).
     """
-    if torch.compiler.is_compiling() or terms[0][1].element_size() < 4:
+    if not is_eager_fp32(terms[0][1]):
         scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
     return Mix.apply(*chain(*terms))
@@ -2135,7 +2269,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Each pair (a, b) of successive numbers becomes (cos a + sin b, cos b - sin a).
     """
     n = cos.size(-1)
-    if not torch.compiler.is_compiling() and x.element_size() > 2:  # as complex numbers, in one pass
+    if is_eager_fp32(x):  # as complex numbers, in one pass
         turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2)
@@ -2229,16 +2363,16 @@ class BlockAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, bias):
         q = blocks_by_head(q, bias, BLOCK)
         k, by_key = (blocks_by_head(t, bias, bias.size(2)) for t in (k, v))
-        weights = torch.baddbmm(bias, q, k.mT).softmax(-1)
-        ctx.save_for_backward(q, k, by_key, weights)
-        return by_position(weights @ by_key, v)
+        probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
+        ctx.save_for_backward(q, k, by_key, probs)
+        return by_position(probs @ by_key, v)
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, weights = ctx.saved_tensors
-        dy_rows = blocks_by_head(dy, weights, BLOCK)
-        dscores = torch._softmax_backward_data(dy_rows @ v.mT, weights, -1, weights.dtype)
-        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(weights.mT @ dy_rows)
+        q, k, v, probs = ctx.saved_tensors
+        dy_rows = blocks_by_head(dy, probs, BLOCK)
+        dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
+        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
         return *(by_position(grad, dy) for grad in grads), None
 
 
@@ -2439,7 +2573,7 @@ def fp8_mlp_weights(out: list[Tensor], bank: Tensor, scales: Tensor, previous_am
     exact = (amax / E4M3_MAX).to(bank.dtype).float()
     delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
     scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
-    scales[:, 1] = scale  # of fc and proj
+    scales[:, WEIGHT] = scale  # of fc and proj
     previous_amax.copy_(amax)
     torch._foreach_copy_(out, cast_and_transpose(weights, scale, torch.float8_e4m3fn))
 
@@ -2477,9 +2611,17 @@ def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     return (2 * dy @ proj.T).mul_(square.sqrt())
 
 
-# Where FP8MLP.scales has the scale of each tensor. The first column is what relu_square_fp8 multiplies and
-# returns in the forward, the second what it does in the backward.
-FP8_SCALES = {"h": (0, 0), "dy": (0, 1), "fc": (1, 0), "proj": (1, 1), "square": (2, 0), "da": (2, 1)}
+# Where FP8MLP.scales has the scale of each tensor: a row for the input, the weight and the result of
+# relu_square_fp8, a column for the forward and one for the backward.
+INPUT, WEIGHT, RESULT = 0, 1, 2
+FP8_SCALES = {
+    "h": (INPUT, 0),
+    "dy": (INPUT, 1),
+    "fc": (WEIGHT, 0),
+    "proj": (WEIGHT, 1),
+    "square": (RESULT, 0),
+    "da": (RESULT, 1),
+}
 
 
 class FP8MLP(NamedTuple):
@@ -2520,7 +2662,7 @@ def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> t
     if square8 is None:
         result = product.bfloat16().relu_().square()
     else:
-        square = square8.float() * mlp.scales[2, 0]
+        square = square8.float() * mlp.scales[RESULT, 0]
         result = (product * square.sqrt_().mul_(2)).bfloat16()
     amax = mlp.amax.view(-1)[2 * mlp.i + backward]
     amax.copy_(torch.maximum(amax, result.abs().max()))
@@ -2660,7 +2802,7 @@ PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their loga
 def softcap_loss(
     logits: Tensor,
     targets: Tensor,
-    weights: Tensor,
+    loss_weights: Tensor,
     fp8_scale: float = 0.0,
     pointer_probs: PointerProbs | None = None,
     cap: Softcap = SOFTCAP,
@@ -2669,12 +2811,12 @@ def softcap_loss(
     the gradient of the losses' sum with respect to the logits.
 
         z = scale sigmoid((logits + shift) / span)
-        loss = sum_k weights[k] (log sum exp z - z[targets[k]])
-        dz_j = (sum_k weights[k]) softmax(z)_j - sum_k weights[k] [j = targets[k]]
+        loss = sum_k loss_weights[k] (log sum exp z - z[targets[k]])
+        dz_j = (sum_k loss_weights[k]) softmax(z)_j - sum_k loss_weights[k] [j = targets[k]]
 
-    With `pointer_probs` the first target's loss is -weights[0] log p of a mixture. p_vocab is the target's
-    softmax among all columns but the gate's, `gate` the gate's column's softmax among all; p_copy and p_sink
-    are the pointer's (below).
+    With `pointer_probs` the first target's loss is -loss_weights[0] log p of a mixture. p_vocab is the
+    target's softmax among all columns but the gate's, `gate` the gate's column's softmax among all; p_copy
+    and p_sink are the pointer's (below).
 
         p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
         dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
@@ -2682,8 +2824,8 @@ def softcap_loss(
 
     The losses of the other targets are as without the pointer.
 
-    logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
-    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `fp8_scale` it is e5m2 with
+    logits (n, V); targets (n, K) int64, contiguous, -1: none; loss_weights (K,) of the losses' dtype. Losses
+    (n,) are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `fp8_scale` it is e5m2 with
     that scale, saturating, and comes twice: (n, V), and transposed.
     """
     # In place where possible: on a CPU memory traffic is the limit. exp(z) cannot overflow.
@@ -2691,7 +2833,7 @@ def softcap_loss(
     slope = cap.scale / cap.span  # dz/dlogits = slope s (1 - s)
     exp_z = (cap.scale * s).exp_()
     target_ids = targets.clamp_min(0)
-    target_weights = (targets >= 0) * weights
+    target_weights = (targets >= 0) * loss_weights
     target_s = s.gather(1, target_ids)
     sum_weights = target_weights.sum(dim=-1, keepdim=True)
     if pointer_probs is None:
@@ -2715,12 +2857,14 @@ def softcap_loss(
         first_weight = target_weights[:, :1].clone()
         other_weights = sum_weights - first_weight
         losses[:, :1] = -first_weight * p.log()
-        w = first_weight / p
-        pointer_probs.grad.copy_(torch.stack([-w * gate, -w * gate * p_vocab])[..., 0])
-        factor = slope * (w * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
-        target_weights[:, :1] = w * p_head
+        weight_over_p = first_weight / p
+        pointer_probs.grad.copy_(
+            torch.stack([-weight_over_p * gate, -weight_over_p * gate * p_vocab])[..., 0]
+        )
+        factor = slope * (weight_over_p * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
+        target_weights[:, :1] = weight_over_p * p_head
         gate_s = s[:, gate_column]
-        dz_gate = other_weights * gate - w * gate_slope
+        dz_gate = other_weights * gate - weight_over_p * gate_slope
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
     grad.scatter_add_(1, target_ids, -slope * target_weights * target_s * (1 - target_s))
     if pointer_probs is not None:
@@ -2746,7 +2890,7 @@ def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
 def softcap_loss_kernel(
     logits,
     targets,
-    weights,
+    loss_weights,
     losses,
     grad,
     grad_T,
@@ -2799,7 +2943,7 @@ def softcap_loss_kernel(
     for k in tl.static_range(K):
         target = tl.load(targets + k)
         z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
-        weight = tl.load(weights + k) * (target >= 0)
+        weight = tl.load(loss_weights + k) * (target >= 0)
         if k > 0 or pointer_probs is None:
             loss += weight * (lse - z)
             cross_entropy_weight += weight
@@ -2828,7 +2972,9 @@ def softcap_loss_kernel(
         softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
         dz = factor * softmax
         for k in tl.static_range(K):
-            target_weight = tl.load(weights + k) if k > 0 or pointer_probs is None else first_target_weight
+            target_weight = (
+                tl.load(loss_weights + k) if k > 0 or pointer_probs is None else first_target_weight
+            )
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
         if pointer_probs is not None:
             dz = tl.where(cols == gate_col, dz_gate + cross_entropy_weight * softmax, dz)
@@ -2848,7 +2994,7 @@ LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32,
 def triton_softcap_loss(
     logits: Tensor,
     targets: Tensor,
-    weights: Tensor,
+    loss_weights: Tensor,
     fp8_scale: float = 0.0,
     pointer_probs: PointerProbs | None = None,
     cap: Softcap = SOFTCAP,
@@ -2869,7 +3015,7 @@ def triton_softcap_loss(
     softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
         logits,
         targets,
-        weights,
+        loss_weights,
         losses,
         grad,
         grad_T,
@@ -2877,7 +3023,7 @@ def triton_softcap_loss(
         V,
         logits.stride(0),
         *pointer_args,
-        len(weights),
+        len(loss_weights),
         torch.finfo(grad.dtype).max,
         cap.scale / cap.span / (fp8_scale or 1.0),
         cap.scale,
@@ -2899,7 +3045,7 @@ def next_token_losses(
 
         p = p_vocab, the softmax of the logits (n, V) after the softcap;
 
-    with them the mixture of section 7, where p_vocab is the softmax without the gate's column:
+    with them the mixture of section 8, where p_vocab is the softmax without the gate's column:
 
         p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
     """
@@ -2909,7 +3055,12 @@ def next_token_losses(
     gate, z = split_gate(z, pointer_probs.gate_column)
     p_vocab = (-F.cross_entropy(z, targets, reduction="none")).exp()
     p_copy, p_sink = pointer_probs.probs
-    return -(p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()
+    return -(mixture_probs(p_vocab, gate, p_sink, p_copy) + PROB_FLOOR).log()
+
+
+def mixture_probs(p_vocab: Tensor, gate: Tensor, p_sink: Tensor, p_copy: Tensor) -> Tensor:
+    """Mixes the head's probabilities with the pointer's. softcap_loss and its kernel do it in other terms."""
+    return p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy
 
 
 def split_gate(z: Tensor, gate_column: Tensor) -> tuple[Tensor, Tensor]:
@@ -3266,7 +3417,9 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations."""
+    """A run's implementations of operations. norm, mix, rotate and dense_attention choose by themselves
+    between forms that differ in rounding only.
+    """
 
     attention: Callable = dense_attention
     relu_square: Callable = relu_square
@@ -3310,7 +3463,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
 
     Raises UserError with the first reason against them here, and a setting that avoids it.
     """
-    if cfg.preset == "record":  # no other takes a GPU
+    if cfg.device == "gpu":
         check_driver()
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
@@ -3353,117 +3506,151 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
 
 
 # ============================================================================================================
-# 8  Gradients. Matmuls that write their weight's gradient into main_grad.
+# 9  Optimizer. Has the objects of section 10, and runs their scatter, work and gather in explicit orders.
 # ============================================================================================================
 
 
-def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
-    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
+class Optimizer:
+    """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
 
-    The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
-    added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
-    """
-    out = main_grad[: a.size(1), : b.size(1)]
-    if a.dtype == out.dtype:
-        out.addmm_(a.T, b) if written else torch.mm(a.T, b, out=out)
-    elif a.element_size() > 1:
-        out.add_(a.T @ b) if written else out.copy_(a.T @ b)
-    elif written:
-        out.add_(fp8_matmul(a.T, b, scales, torch.float32))
-    else:
-        fp8_matmul(a.T, b, scales, out.dtype, out=out)
+    Gradients are exchanged in the order of `updated`: n-grams', then in the order of cfg.params, small
+    parameters' last. Updates are done by update_order.
 
-
-# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
-# copies of this script can be imported, but of different names. torch.library.custom_op would take 0.1 ms
-# more a call.
-LIBRARY = torch.library.Library(__name__.replace(".", "_"), "FRAGMENT")
-LIBRARY.define("write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor written) -> ()")
-LIBRARY.impl("write_grad", write_grad, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LIBRARY)
-write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
-
-
-class Weight(NamedTuple):
-    """A matrix of a bank, or the bank."""
-
-    w: Tensor  # (rows, cols)
-    main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
-    written: Tensor | None = None  # DenseParam.written
-
-    def split(self, rows: int) -> Iterator[Weight]:
-        """Returns a bank's matrices, of so many rows each, in their order."""
-        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
-        # gradient as large as the bank.
-        parts = self.w.flatten(0, -2).split(rows)
-        whole = self.main_grad
-        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
-        return map(partial(Weight, written=self.written), parts, main_grads)
-
-    def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
-        """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
-        if self.main_grad is None:
-            return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
-        write = write_grad_op if torch.compiler.is_compiling() else write_grad
-        write(self.main_grad, a, b, scales, self.written)
-        return None
-
-
-class Linear(torch.autograd.Function):
-    """x w^T, for x (T, cols). The matrix w is an argument beside its Weight: autograd sees only tensors."""
-
-    @staticmethod
-    def forward(ctx, x, weight, w):
-        ctx.weight = weight
-        ctx.save_for_backward(x, w)
-        return F.linear(x, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return dy @ w, None, ctx.weight.gradient(dy, x)
-
-
-class MLP(torch.autograd.Function):
-    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
-
-    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
-    Gradients pass straight through the roundings, but a square that becomes 0 has none.
+    Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
+    has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
+    copied after lm_head's are gathered.
     """
 
-    @staticmethod
-    def forward(ctx, h, weights, fc, proj, backend, fp8):
-        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
-        if fp8 is None:
-            square = backend.relu_square(h, fc)
-            ctx.save_for_backward(h, square, fc, proj)
-            return square @ proj
-        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
-        square8, square8_T = backend.relu_square_fp8(h8, fp8)
-        ctx.save_for_backward(h8_T, square8, square8_T)
-        proj8_T = fp8.weights_T[1]
-        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
+    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
+        self.cfg = cfg
+        self.exchange = exchange
+        self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
+        groups = defaultdict(list)
+        for spec in used_params(cfg):
+            if spec.kind == "small":
+                groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
+            else:
+                make = CLASSES[spec.kind, spec.exchange]
+                self.params[spec.name] = make(spec, params[spec.name], cfg, exchange)
+        for i, group in enumerate(groups.values()):
+            group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
+            name, tensors = f"small_{i}", [params[spec.name] for spec in group]
+            self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
+        self.ngrams = make_ngram_table(cfg, exchange)
+        self.updated: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
+        if self.ngrams:
+            self.updated = {"ngrams": self.ngrams} | self.updated
+        self.begun: Batch | None = None
+        self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
+        self.last_plan: StepPlan | None = None  # of the last step, whose averages have not ticked yet
 
-    @staticmethod
-    def backward(ctx, dy):
-        backend, fp8 = ctx.backend, ctx.fp8
-        to_fc, to_proj = ctx.weights
-        if fp8 is None:
-            h, square, fc, proj = ctx.saved_tensors
-            da = backend.relu_square_grad(dy, proj, square)
-            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
-        h8_T, square8, square8_T = ctx.saved_tensors
-        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
-        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
-        fc8_T = fp8.weights_T[0]
-        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
-        dfc = to_fc.gradient(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
-        dproj = to_proj.gradient(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
-        return dh, None, dfc, dproj, None, None
+    @torch.no_grad()
+    def begin(self, batch: Batch | None) -> None:
+        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. The step before
+        does this already if it has updated the n-grams. None: there is no batch any more.
+        """
+        if batch is None or batch is self.begun:
+            return
+        self.begun, self.routes = batch, move(batch.routes, self.exchange.device)
+        if "ngrams" in self.routes:
+            self.ngrams.start_fetch(self.routes["ngrams"])
+
+    @traced("rows")
+    @torch.no_grad()
+    def add_rows(self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
+        """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
+        for name, grads in row_grads.items():
+            self.updated[name].add_rows(grads, segments, signs)
+
+    def written(self) -> tuple[bool, ...]:
+        """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there."""
+        dense = [param for param in self.params.values() if isinstance(param, DenseParam)]
+        return tuple(bool(param.written) for param in dense)
+
+    @torch.no_grad()
+    def step(self, plan: StepPlan, next_batch: Callable[[], Batch | None] = lambda: None) -> None:
+        """Updates what is due. `next_batch()`: the next batch; its n-grams are fetched after their update.
+
+        wait() must have been called since the step before. Mean gradients exist only here, item rank's block
+        of them.
+        """
+        assert not any(item.in_flight for item in self.updated.values())
+        head, embed = self.params.get("lm_head"), self.params.get("embed")
+        for table in self.params.values():  # begin() below replaces self.routes by those of the next batch
+            if isinstance(table, TableParam):
+                table.routes = self.routes.get(table.name)
+        due = [item for item in self.updated.values() if item.is_due(plan)]
+
+        # Scatter. While embed is tied, its gradient is a part of lm_head's.
+        if plan.tied:
+            due = [item for item in due if item is not embed]
+            if head in due:
+                head.add_grad_of(embed)
+        mean_grads = {}
+        for item in due:
+            with traced(f"exchange {item.name}"):
+                mean_grads[item.name] = item.scatter()
+
+        self.tick()  # while the gradients are on their way
+
+        # Work, and gather.
+        with traced("update"):
+            for item in sorted(due, key=lambda item: item.update_order):
+                grad = mean_grads.pop(item.name).wait()
+                with traced(f"update {item.name}"):
+                    item.update(grad, plan)
+                item.clear()
+                if item is self.ngrams:
+                    self.begin(next_batch())
+                else:
+                    item.gather()
+                if plan.tied and item is head:
+                    head.copy_to(embed)
+
+        if plan.untie:
+            head.untie(embed)
+        self.last_plan = plan
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Ends all gathers, and the fetch of n-grams, that are under way."""
+        for item in self.updated.values():
+            item.wait()
+
+    def gather_all(self) -> None:
+        for param in self.params.values():
+            param.gather()
+            param.wait()
+
+    def tick(self) -> None:
+        """Moves averages towards their parameters, after the last step and its gathers."""
+        if self.last_plan is not None:
+            for param in self.params.values():
+                param.tick(self.last_plan.average_rates)
+
+    @traced("averages")
+    @torch.no_grad()
+    def apply_averages(self) -> None:
+        """Moves parameters to their averages, after the last step, and restores their norms."""
+        self.wait()
+        self.tick()
+        for param in self.params.values():
+            param.apply_averages()
+        if untie_step(self.cfg) >= self.cfg.steps:  # still tied
+            transpose_copy(self.params["embed"].p, self.params["lm_head"].p)
+
+    @torch.no_grad()
+    def drop_grads(self) -> None:
+        """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
+        self.wait()
+        for item in self.updated.values():
+            item.drop_grad()
+        self.begun = None
+        self.last_plan = None
 
 
 # ============================================================================================================
-# 9  Parameters. One object for each bank, each table, lm_head, each vector of small parameters, and
+# 10  Parameters. One object for each bank, each table, lm_head, each vector of small parameters, and
 #    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
 #    update changes:
 #
@@ -3509,7 +3696,7 @@ class Updated:
     has scatter(), which starts its mean over ranks, and update(), which updates this rank's block by that.
     """
 
-    spec: Param | Ngrams
+    spec: ParamSpec | Ngrams
     name: str
     update_order: int
     exchange: Exchange
@@ -3542,9 +3729,9 @@ class ShardedParam(Updated):
     what the subclasses differ in.
     """
 
-    spec: Param
+    spec: ParamSpec
 
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+    def __init__(self, spec: ParamSpec, p: Tensor, cfg: Config, exchange: Exchange):
         self.spec = spec
         self.p = p
         self.cfg = cfg
@@ -3563,10 +3750,10 @@ class ShardedParam(Updated):
     def end_backward(self) -> None:
         """Ends a micro-batch's backward.
 
-        By TransformerEngine's contract (its PR 2871), a parameter's attribute grad_added_to_main_grad, if
-        there is one, becomes True, and autograd gets an uninitialized gradient: hooks that wait for one then
-        run, and drop it. This is here, and not in the backward of each product, because a compiled backward
-        gives all its results at its end.
+        For wrappers such as Megatron's, which set a parameter's attribute grad_added_to_main_grad: by
+        TransformerEngine's contract (its PR 2871) it becomes True, and autograd gets an uninitialized
+        gradient: hooks that wait for one then run, and drop it. This is here, and not in the backward of each
+        product, because a compiled backward gives all its results at its end.
         """
         if hasattr(self.p, "grad_added_to_main_grad"):
             self.p.grad_added_to_main_grad = True
@@ -3626,7 +3813,7 @@ class SmallParams(ShardedParam):
     def __init__(
         self,
         name: str,
-        specs: list[Param],
+        specs: list[ParamSpec],
         params: list[Tensor],
         cfg: Config,
         exchange: Exchange,
@@ -3660,7 +3847,7 @@ class DenseParam(ShardedParam):
     A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
     """
 
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+    def __init__(self, spec: ParamSpec, p: Tensor, cfg: Config, exchange: Exchange):
         super().__init__(spec, p, cfg, exchange)
         by_autograd = spec.kind == "bank" and not cfg.main_grad
         self.main_grad = None if by_autograd else torch.zeros_like(p)
@@ -3697,7 +3884,7 @@ class TableParam(ShardedParam):
 
     routes: RowRoutes | None = None  # of the touched rows, in a step that updates the table; on the device
 
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+    def __init__(self, spec: ParamSpec, p: Tensor, cfg: Config, exchange: Exchange):
         super().__init__(spec, p, cfg, exchange)
         p.requires_grad_(False)
         self.main_grad = torch.zeros_like(p)
@@ -3708,7 +3895,7 @@ class TableParam(ShardedParam):
 
         signs: the model's, by which rows of bigrams were multiplied.
         """
-        self.exchange.sum_rows(self.main_grad, grads, segments[self.selector], signs)
+        self.exchange.segment_sum_rows(self.main_grad, grads, segments[self.selector], signs)
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
@@ -3839,7 +4026,7 @@ class NgramTable(Updated):
 
     def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
-        self.exchange.sum_rows(self.main_grad, grads, segments[self.selector], signs)
+        self.exchange.segment_sum_rows(self.main_grad, grads, segments[self.selector], signs)
 
     @traced("rows ngrams")
     def scatter(self) -> Pending:
@@ -3888,11 +4075,7 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
         return NgramTable(cfg, exchange)
 
 
-# ============================================================================================================
-# 10  Optimizer. Has the objects of section 9, and runs their scatter, work and gather in explicit orders.
-# ============================================================================================================
-
-# By Param.kind and Param.exchange; small parameters are packed.
+# By ParamSpec.kind and ParamSpec.exchange; small parameters are packed.
 CLASSES: dict[tuple[str, str], Callable] = {
     ("bank", "reduce_scatter"): DenseParam,
     ("matmul", "reduce_scatter"): Head,
@@ -3901,145 +4084,6 @@ CLASSES: dict[tuple[str, str], Callable] = {
     ("tokens", "sparse"): SparseTable,
     ("hashed", "sparse"): SparseTable,
 }
-
-
-class Optimizer:
-    """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
-
-    Gradients are exchanged in the order of `updated`: n-grams', then in the order of cfg.params, small
-    parameters' last. Updates are done by update_order.
-
-    Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
-    has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
-    copied after lm_head's are gathered.
-    """
-
-    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
-        self.cfg = cfg
-        self.exchange = exchange
-        self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
-        groups = defaultdict(list)
-        for spec in used_params(cfg):
-            if spec.kind == "small":
-                groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
-            else:
-                make = CLASSES[spec.kind, spec.exchange]
-                self.params[spec.name] = make(spec, params[spec.name], cfg, exchange)
-        for i, group in enumerate(groups.values()):
-            group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
-            name, tensors = f"small_{i}", [params[spec.name] for spec in group]
-            self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
-        self.ngrams = make_ngram_table(cfg, exchange)
-        self.updated: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
-        if self.ngrams:
-            self.updated = {"ngrams": self.ngrams} | self.updated
-        self.begun: Batch | None = None
-        self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
-        self.last_plan: StepPlan | None = None  # of the last step, whose averages have not ticked yet
-
-    @torch.no_grad()
-    def begin(self, batch: Batch | None) -> None:
-        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. The step before
-        does this already if it has updated the n-grams. None: there is no batch any more.
-        """
-        if batch is None or batch is self.begun:
-            return
-        self.begun, self.routes = batch, move(batch.routes, self.exchange.device)
-        if "ngrams" in self.routes:
-            self.ngrams.start_fetch(self.routes["ngrams"])
-
-    @traced("rows")
-    @torch.no_grad()
-    def add_rows(self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
-        """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
-        for name, grads in row_grads.items():
-            self.updated[name].add_rows(grads, segments, signs)
-
-    def written(self) -> tuple[bool, ...]:
-        """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there."""
-        dense = [param for param in self.params.values() if isinstance(param, DenseParam)]
-        return tuple(bool(param.written) for param in dense)
-
-    @torch.no_grad()
-    def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
-        """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update.
-
-        wait() must have been called since the step before. Mean gradients exist only here, item rank's block
-        of them.
-        """
-        assert not any(item.in_flight for item in self.updated.values())
-        head, embed = self.params.get("lm_head"), self.params.get("embed")
-        for table in self.params.values():  # begin() below replaces self.routes by those of the next batch
-            if isinstance(table, TableParam):
-                table.routes = self.routes.get(table.name)
-        due = [item for item in self.updated.values() if item.is_due(plan)]
-
-        # Scatter. While embed is tied, its gradient is a part of lm_head's.
-        if plan.tied:
-            due = [item for item in due if item is not embed]
-            if head in due:
-                head.add_grad_of(embed)
-        mean_grads = {}
-        for item in due:
-            with traced(f"exchange {item.name}"):
-                mean_grads[item.name] = item.scatter()
-
-        self.tick()  # while the gradients are on their way
-
-        # Work, and gather.
-        with traced("update"):
-            for item in sorted(due, key=lambda item: item.update_order):
-                grad = mean_grads.pop(item.name).wait()
-                with traced(f"update {item.name}"):
-                    item.update(grad, plan)
-                item.clear()
-                if item is self.ngrams:
-                    self.begin(following())
-                else:
-                    item.gather()
-                if plan.tied and item is head:
-                    head.copy_to(embed)
-
-        if plan.untie:
-            head.untie(embed)
-        self.last_plan = plan
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Ends all gathers, and the fetch of n-grams, that are under way."""
-        for item in self.updated.values():
-            item.wait()
-
-    def gather_all(self) -> None:
-        for param in self.params.values():
-            param.gather()
-            param.wait()
-
-    def tick(self) -> None:
-        """Moves averages towards their parameters, after the last step and its gathers."""
-        if self.last_plan is not None:
-            for param in self.params.values():
-                param.tick(self.last_plan.average_rates)
-
-    @traced("averages")
-    @torch.no_grad()
-    def apply_averages(self) -> None:
-        """Moves parameters to their averages, after the last step, and restores their norms."""
-        self.wait()
-        self.tick()
-        for param in self.params.values():
-            param.apply_averages()
-        if untie_step(self.cfg) >= self.cfg.steps:  # still tied
-            transpose_copy(self.params["embed"].p, self.params["lm_head"].p)
-
-    @torch.no_grad()
-    def drop_grads(self) -> None:
-        """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
-        self.wait()
-        for item in self.updated.values():
-            item.drop_grad()
-        self.begun = None
-        self.last_plan = None
 
 
 # ============================================================================================================
@@ -4057,8 +4101,8 @@ class UpdateRule(NamedTuple):
     have which rule.
     """
 
-    init: Callable  # (block, its Param, dtype of moments, index of its first row) -> state
-    # (block, gradient, state, its Param, plan, cfg): updates block and state in place.
+    init: Callable  # (block, its ParamSpec, dtype of moments, index of its first row) -> state
+    # (block, gradient, state, its ParamSpec, plan, cfg): updates block and state in place.
     update: Callable
 
 
@@ -4067,7 +4111,7 @@ def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype)
 
 
-def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
+def adam_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first: int) -> dict:
     return {
         "steps": torch.zeros((), dtype=torch.int32),
         "exp_avg": torch.zeros_like(p, dtype=dtype),
@@ -4075,7 +4119,7 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     }
 
 
-def adam(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config) -> None:
+def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, cfg: Config) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
         exp_avg = beta1 exp_avg + (1 - beta1) grad,  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
@@ -4209,7 +4253,7 @@ def orthogonalize(x: Tensor, margin: float) -> Tensor:
     return x
 
 
-def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
+def anvil_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first: int) -> dict:
     n, rows, cols = p.shape
     cycle = spec.matrix_lr_mul or (1.0,)
     factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
@@ -4226,7 +4270,7 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     return state
 
 
-def anvil(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config) -> None:
+def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, cfg: Config) -> None:
     """Updates matrices p (n, rows, cols) by ANVIL (record 92, PR 360), which descends from Muon and NorMuon.
 
         x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
@@ -4488,7 +4532,7 @@ class Exchange:
     world_size: int
     group: dist.ProcessGroup | None = None
     device: torch.device = torch.device("cpu")  # where the group's tensors must be
-    sum_rows: Callable = segment_sum_rows  # the backend's, also for what tables do alone
+    segment_sum_rows: Callable = segment_sum_rows  # the backend's, also for what tables do alone
 
     def __post_init__(self):
         self.options = {"group": self.group, "async_op": True}
@@ -4555,7 +4599,7 @@ class Exchange:
         """
 
         def mean(arrived: Tensor) -> Tensor:
-            self.sum_rows(out, arrived, routes.segments)
+            self.segment_sum_rows(out, arrived, routes.segments)
             return out.div_(self.world_size)
 
         arriving = self.send_rows("gradient rows", name, row_grads, routes.input_splits, routes.output_splits)
@@ -4756,10 +4800,10 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Ten
     h ^= h >> 13
     h *= 0xC2B2AE35
     h ^= h >> 16
-    hashed_rows = ngrams.rows_per_order - 1  # all rows of a range but the last
-    h -= h // hashed_rows * hashed_rows  # NumPy's % is not vectorized
+    modulus = ngrams.rows_per_order - 1  # all rows of a range but the last
+    h -= h // modulus * modulus  # NumPy's % is not vectorized
     for i, n in enumerate(ngrams.orders):
-        h[i, : n - 1] = hashed_rows
+        h[i, : n - 1] = modulus
         h[i] += i * ngrams.rows_per_order
     return int32(h), sign_ids
 
@@ -5060,7 +5104,7 @@ class Prefetcher:
                 touched[:] = False
         return Batch(plan, micro_batches, self.loader.position(), routes)
 
-    def _route_table(self, spec: Param, rows: np.ndarray) -> RowRoutes:
+    def _route_table(self, spec: ParamSpec, rows: np.ndarray) -> RowRoutes:
         """Routes the touched rows of a table whose blocks are consecutive rows. A dense exchange sends the
         whole table, so that other ranks need not know: this rank counts as the owner of all rows.
         """
@@ -5374,8 +5418,8 @@ def check_updates(cfg: Config) -> None:
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
         idle = "matrix_lr_mul" if spec.optimizer == "adam" else "betas"
         require(
-            getattr(spec, idle) == getattr(Param, idle),
-            f"params.{spec.name}.{idle}: {spec.optimizer} does not use it; leave it as Param has it",
+            getattr(spec, idle) == getattr(ParamSpec, idle),
+            f"params.{spec.name}.{idle}: {spec.optimizer} does not use it; leave it as ParamSpec has it",
         )
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
@@ -5457,7 +5501,7 @@ def read_settings(args: argparse.Namespace) -> Config:
     require("" not in (args.data, cfg.data), "--data: give a folder")
     # The log holds no absolute path.
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
-    _, world_size, _ = init_distributed(args.preset, join=False)
+    _, world_size, _ = init_distributed(cfg.device, join=False)
     check_config(cfg, args.check or world_size)
     if args.save is not None:
         output_file(args.save)
@@ -5556,7 +5600,7 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     optimizer.drop_grads()
     if "ngrams" in state:
         live["ngrams"] = optimizer.ngrams.state_dict()
-    for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live})):
+    for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live}), strict=True):
         t.copy_(saved)
     optimizer.gather_all()
     if state.get("step"):
@@ -5624,11 +5668,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
-def init_distributed(preset: str = "record", join: bool = True) -> tuple[int, int, torch.device]:
+def init_distributed(kind: str = "gpu", join: bool = True) -> tuple[int, int, torch.device]:
     """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
 
-    Without torchrun there is one rank, and no group. With join=False no group is joined. The preset `record`
-    takes a GPU if there is one. The others are made for CPUs, and stay on them.
+    Without torchrun there is one rank, and no group. With join=False no group is joined. kind: Config.device.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -5636,7 +5679,7 @@ def init_distributed(preset: str = "record", join: bool = True) -> tuple[int, in
         0 <= rank < world_size, f"RANK={rank} and WORLD_SIZE={world_size}: start with torchrun, or unset both"
     )
     device = torch.device("cpu")
-    if preset == "record" and torch.cuda.is_available():
+    if kind == "gpu" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
@@ -6071,7 +6114,7 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 def run(args: argparse.Namespace) -> None:
     """Runs what the command line says. --check ends it before anything is joined or written."""
     cfg = read_settings(args)
-    rank, world_size, device = init_distributed(args.preset, join=not args.check)
+    rank, world_size, device = init_distributed(cfg.device, join=not args.check)
     backend = select_backend(cfg, device)
     resumed = read_checkpoint(args, rank)
     if args.check:
@@ -6084,7 +6127,7 @@ def run(args: argparse.Namespace) -> None:
     cfg = replace(cfg, val_slices=data.val_slices)
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
-    exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
+    exchange = Exchange(rank, world_size, device=device, segment_sum_rows=backend.segment_sum_rows)
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
     track = track_of_run(args, cfg, world_size)
     log, path, task = open_log(args, cfg, track, data, exchange, resumed)

@@ -228,7 +228,7 @@ class CountingExchange(SingleRankExchange):
     """Exchanges as one rank of several, alone, and counts collectives."""
 
     def __init__(self, world_size: int, counts: Counts, sum_rows: Callable):
-        super().__init__(0, world_size, device=torch.device("meta"), sum_rows=sum_rows)
+        super().__init__(0, world_size, device=torch.device("meta"), segment_sum_rows=sum_rows)
         self.counts = counts
 
     def count(self, kind: str, name: str, nbytes: int) -> None:

@@ -218,7 +218,9 @@ class Training:
         allocated_before = self.allocated()
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
         kind = SingleRankExchange if world_size > 1 else tg.Exchange
-        exchange = kind(0, world_size, device=variant.device, sum_rows=variant.backend.segment_sum_rows)
+        exchange = kind(
+            0, world_size, device=variant.device, segment_sum_rows=variant.backend.segment_sum_rows
+        )
         self.optimizer = tg.Optimizer(self.cfg, dict(self.model.named_parameters()), exchange)
         self.model.ngrams = self.optimizer.ngrams
         start = self.cfg.stage_starts[stage]
@@ -587,10 +589,10 @@ def choose_stages(args: argparse.Namespace, configs: Sequence[tg.Config]) -> lis
 
 
 def run(args: argparse.Namespace) -> None:
-    device = torch.device("cpu")
-    if args.preset == "record" and torch.cuda.is_available():  # as in a run
-        device = torch.device("cuda", 0)
     cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
+    device = torch.device("cpu")
+    if cfg.device == "gpu" and torch.cuda.is_available():  # as in a run
+        device = torch.device("cuda", 0)
     names = ["base"]
     configs = [cfg]
     for changes in args.against:

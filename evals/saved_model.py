@@ -75,6 +75,7 @@ ADDED = {
     "pointer_val_window": 1,
     "softcap": {"scale": 23.0, "shift": 5.0, "span": 7.5},
     "cuda_graphs": False,
+    "device": "gpu",
 }
 
 

@@ -91,7 +91,7 @@ def golden_run(name, dtype):
     shape = golden["shape"]
     factors = golden["rate_multipliers"]
     cfg = replace(RECORD92, bank_dtype=dtype)
-    row = tg.Param("bank", optimizer="anvil", matrix_lr_mul=tuple(factors))
+    row = tg.ParamSpec("bank", optimizer="anvil", matrix_lr_mul=tuple(factors))
     p = bf16_stream(shape, stream + 90, 0.1).to(mode)
     state = tg.anvil_init(p, row, torch.promote_types(mode, torch.float32), 0)
     update = tg.apply_anvil
@@ -172,7 +172,7 @@ def test_update_alone_bit_for_bit():
 
 def rails_after(cfg, step, fast=0.0, slow=0.0):
     """Returns both rails and the momentum after `step` on a gradient of ones, from rails of these numbers."""
-    row = tg.Param("bank", optimizer="anvil")
+    row = tg.ParamSpec("bank", optimizer="anvil")
     p = torch.zeros(1, 2, 2, dtype=torch.float64)
     state = tg.anvil_init(p, row, torch.float64, 0)
     state["fast_momentum"].fill_(fast)

@@ -200,7 +200,7 @@ def test_inputs_of_equal_shapes_have_equal_addresses(folder):
     for _ in range(cfg.steps):
         for part in batches.next().micro_batches:
             packed = part._replace(segments={})
-            moved = tg.move(packed, torch.device("cpu"), model.fixed_buffer)
+            moved = tg.move(packed, torch.device("cpu"), model.micro_batch_buffer)
             assert same_bits(tensors_of(moved), tensors_of(packed))
             assert moved.inputs.data_ptr() != packed.inputs.data_ptr()
             found = [t.data_ptr() for t in tensors_of(moved)]

@@ -145,10 +145,10 @@ def test_golden_untying():
 
 # Powers of two, so that factors may be multiplied in any order.
 SMALL = (
-    tg.Param("smear_gate", lr_mul=4.0, wd_mul=0.5),
-    tg.Param("mudd_gate_scale", lr_mul=0.125, wd_mul=0.0, betas=(0.5, 0.95)),
-    tg.Param("post_lambdas", lr_mul=0.5, wd_mul=64.0),
-    tg.Param("scalars", lr_mul=2.0, update_every=RARE),
+    tg.ParamSpec("smear_gate", lr_mul=4.0, wd_mul=0.5),
+    tg.ParamSpec("mudd_gate_scale", lr_mul=0.125, wd_mul=0.0, betas=(0.5, 0.95)),
+    tg.ParamSpec("post_lambdas", lr_mul=0.5, wd_mul=64.0),
+    tg.ParamSpec("scalars", lr_mul=2.0, update_every=RARE),
 )
 
 

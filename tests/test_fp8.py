@@ -125,6 +125,17 @@ def test_scales_keep_their_addresses(cfg):
     assert places_of_scales(model) == places
 
 
+@pytest.mark.parametrize("mlp_dim", [16, 48])
+def test_weights_and_their_transposes_have_memory_of_their_own(cfg, mlp_dim):
+    """As wide as the model, the MLPs' transposes have the shapes of their weights."""
+    cfg = replace(cfg, mlp_dim=mlp_dim)
+    assert cfg.dim == 16
+    _, model, _ = build(0, 1, cfg, backend=FP8)
+    mlps = model.convert_mlps_to_fp8(exact=True)
+    assert mlps.weights.float().any()
+    assert torch.equal(mlps.weights_T.float(), mlps.weights.float().mT)
+
+
 @pytest.mark.numeric
 def test_a_checkpoint_holds_the_scales(cfg):
     _, model, optimizer = build(0, 1, cfg, backend=FP8)

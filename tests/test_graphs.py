@@ -196,7 +196,7 @@ def make_inputs_anew(patch):
 
     def with_new_tensors(self, seed):
         initialize(self, seed)
-        self.fixed_buffer = torch.empty
+        self.micro_batch_buffer = torch.empty
 
     patch.setattr(tg.GPT, "initialize", with_new_tensors)
 

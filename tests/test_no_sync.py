@@ -38,7 +38,7 @@ def train_on_meta(cfg, monkeypatch, backend=tg.TORCH_BACKEND):
     monkeypatch.setattr(torch, "_scaled_mm", gpu_code.scaled_mm)
     monkeypatch.setattr(tg.GPT, "initialize", lambda self, seed: None)
     model = tg.GPT(cfg, 1, "meta", 0, backend)
-    exchange = tg.Exchange(0, 1, device=model.device, sum_rows=segment_sum_rows)
+    exchange = tg.Exchange(0, 1, device=model.device, segment_sum_rows=segment_sum_rows)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
     model.ngrams = optimizer.ngrams
     batches = batches_of(cfg, 0, 1)

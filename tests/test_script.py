@@ -367,10 +367,11 @@ def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("preset, device", (("cpu", "cpu"), ("words", "cpu"), ("record", "cuda")))
-def test_only_the_record_preset_takes_a_gpu(monkeypatch, preset, device):
+def test_presets_for_cpus_leave_the_gpu_alone(monkeypatch, preset, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert tg.init_distributed(preset, join=False)[-1].type == device
+    kind = tg.PRESETS[preset].device
+    assert tg.init_distributed(kind, join=False)[-1].type == device
 
 
 def test_the_date_of_run_sh_names_the_folder(monkeypatch):
