@@ -80,6 +80,12 @@ HINTS = {
 }
 
 
+def pytest_itemcollected(item):
+    """Counts a long test as a slow one."""
+    if item.get_closest_marker("long"):
+        item.add_marker("slow")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     """Gives the hints of a test's markers to the report of its failure."""

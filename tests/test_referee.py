@@ -29,7 +29,7 @@ OF_A_LOSS = ("causal", "a probability", "targets are only looked up")
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "corpus"
-    make_corpus(folder)
+    make_corpus(folder, train=(30000, 6000))  # a run must not come to a shard's last quarter
     return folder
 
 
@@ -286,7 +286,8 @@ def test_honest_edit_passes(name, corpus, tmp_path):
     found = judge(script, corpus, tmp_path)
     del found["the log's script"]  # there is no log
     del found["the track's constants"]  # a tiny preset has others
-    assert all(result.startswith("ok") for result in found.values()), found
+    wrong = {rule: result for rule, result in found.items() if not result.startswith("ok")}
+    assert wrong == {}
 
 
 def test_verdict_is_read_as_it_was_written(tmp_path):
