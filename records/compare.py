@@ -903,13 +903,13 @@ def record_verdict(group: Group, base: Group) -> Verdict:
 def ask_referee(run: Run) -> list[str]:
     """Returns [] if the referee.txt beside the log says ok to its script; else what is missing.
 
-    A record that is listed already was one by the rules of its time.
+    A record that is listed already was one by the rules of its time. Presets for GPUs have no referee.
     """
-    if is_listed(run.path):
+    preset = run.header.config.get("preset", "cpu")
+    if is_listed(run.path) or preset not in referee.PRESETS:
         return []
     path = Path(run.path).parent / referee.FILE_NAME
     name, _, digits = str(run.header.script).partition(" (sha256 ")
-    preset = run.header.config.get("preset", "cpu")
     if path.exists():
         verdict = referee.read_verdict(path)
         if digits and verdict.script_hash.startswith(digits[:-1]) and verdict.preset == preset:

@@ -50,6 +50,7 @@ RULES = (
     "the log's script",
 )
 OK = "ok"
+PRESETS = ["cpu", "words"]  # the others need GPUs
 FILE_NAME = "referee.txt"
 
 
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser("referee.py", __doc__)
     add = parser.add_argument
     add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", metavar="SCRIPT.py")
-    add("--preset", choices=["cpu", "words"], default="cpu", help="default: %(default)s")
+    add("--preset", choices=PRESETS, default="cpu", help="default: %(default)s")
     add("--log", type=Path, help="of a run of the script")
     run_script(run, parser, argv)
 

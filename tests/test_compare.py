@@ -545,14 +545,21 @@ REFEREES = {  # what referee.txt says; what the verdict says
 
 
 @pytest.mark.parametrize("says, answer", REFEREES.values(), ids=REFEREES)
-def test_a_record_needs_the_referee(run, says, answer):
+def test_a_record_needs_the_referee(run, monkeypatch, says, answer):
+    monkeypatch.setattr(referee, "PRESETS", ["record"])
     write_pair_of_groups("base", "new")
     write_referee("new", **says)
     assert last_line(run, "base new").startswith(f"record: {answer}")
     assert "referee.txt" not in run("new")[1]  # it is no log
 
 
-def test_the_referees_command_is_named_when_all_else_is_shown(run):
+def test_presets_without_a_referee_need_none(run):
+    write_pair_of_groups("base", "new")
+    assert last_line(run, "base new").startswith("record: yes")
+
+
+def test_the_referees_command_is_named_when_all_else_is_shown(run, monkeypatch):
+    monkeypatch.setattr(referee, "PRESETS", ["record"])
     write_pair_of_groups("base", "new")
     command = "python records/referee.py train_gpt.py --preset record --log new/0.txt"
     assert f"no new/referee.txt of this script: `{command}` makes it, although the mean" in last_line(
