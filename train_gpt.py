@@ -1563,9 +1563,9 @@ class GPT(nn.Module):
         T, d = embed.shape
         ngram = looked_up[self.ngram_table]  # (T, width)
         ngram = F.pad(ngram, (0, d - ngram.size(1)))  # (T, d)
-        values: Sequence[Tensor] = ()  # (T, d) each
+        value_embeds: Sequence[Tensor] = ()  # (T, d) each
         if "value_embeds" in looked_up:
-            values = looked_up["value_embeds"].unbind(1)
+            value_embeds = looked_up["value_embeds"].unbind(1)
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
@@ -1584,9 +1584,9 @@ class GPT(nn.Module):
             "mudd": x,  # enters the layer with MUDD weights
             "mudd mlp": x,  # the input of its MLP
         }
-        for i, value in enumerate(values):
+        for i, value in enumerate(value_embeds):
             saved[f"value {i}"] = value
-        for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, mlps_fp8, T))):
+        for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, value_embeds, mlps_fp8, T))):
             if i == cfg.skip_to:
                 x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
             added: list[Term] = []  # to the stream, before the MLPs
@@ -1620,7 +1620,7 @@ class GPT(nn.Module):
         return final_norm(x, self.small_mlp("mudd", 1, x), streams)
 
     def layer_weights(
-        self, banks: dict[str, Weight], values: Sequence[Tensor], mlps_fp8: FP8MLP | None, T: int
+        self, banks: dict[str, Weight], value_embeds: Sequence[Tensor], mlps_fp8: FP8MLP | None, T: int
     ) -> list[LayerWeights]:
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
@@ -1634,7 +1634,7 @@ class GPT(nn.Module):
             if name in ("qk_bank", "narrow_qk_bank"):
                 rows *= cfg.heads
             matrices[name] = bank.split(rows)
-        value_tables = iter(values)
+        value_tables = iter(value_embeds)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
         next_fp8 = iter(mlps_fp8.split() if mlps_fp8 else ())
         layers = []
@@ -3833,7 +3833,7 @@ class SmallParams(ShardedParam):
         muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
         rates = torch.tensor(muls, dtype=acc_dtype(cfg))
         rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
-        self.state["rates"] = exchange.block(rates).T.contiguous().to(vector.device)
+        self.state["muls"] = exchange.block(rates).T.contiguous().to(vector.device)
 
     def scatter(self) -> Pending:
         return self.reduce(self.main_grad)
@@ -4127,7 +4127,7 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
         p = p - update - decay p [update p > 0],  decay = lr^2 wd
 
     with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t. Weight decay acts only where it points
-    the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["rates"], if it is
+    the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["muls"], if it is
     there, are factors of step_size and decay, of each entry of p.
     """
     t = state["steps"].add_(1).item()
@@ -4139,10 +4139,10 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * interval_ratio)
     dtype = state["exp_avg"].dtype
     tensors = {"p": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "grad": grad}
-    if "rates" in state:
-        tensors["lr_mul"], tensors["decay_mul"] = state["rates"]
+    if "muls" in state:
+        tensors["lr_mul"], tensors["decay_mul"] = state["muls"]
     # As vectors, so that code compiled for any length serves every parameter. On a CPU they are updated in
-    # blocks, so that intermediate results stay in its cache.
+    # chunks, so that intermediate results stay in its cache.
     size = p.numel() if p.is_cuda else 1 << 16
     vectors = {name: t.view(-1) for name, t in tensors.items()}
     hyper = dict(
@@ -4152,8 +4152,8 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
         decay=host_scalar(decay, dtype),
         eps=cfg.adam_eps,
     )
-    for block in split_tensors(vectors, size):
-        adam_update(**block, **hyper)
+    for chunk in split_tensors(vectors, size):
+        adam_update(**chunk, **hyper)
 
 
 def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
@@ -4162,8 +4162,8 @@ def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, T
         yield tensors
         return
     parts = [t.split(size) for t in tensors.values()]
-    for block in zip(*parts):
-        yield dict(zip(tensors, block))
+    for chunk in zip(*parts):
+        yield dict(zip(tensors, chunk))
 
 
 @compiled
@@ -4282,7 +4282,7 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
-    # In blocks on a CPU, as in adam().
+    # In chunks on a CPU, as in adam().
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
     hyper = dict(
         fast_rate=host_scalar(1 - plan.fast_beta, dtype),
@@ -4291,8 +4291,8 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
         lr=host_scalar(lr, dtype),
         decay=host_scalar(decay, dtype),
     )
-    for block in split_tensors({"p": p, "grad": grad} | state, size):
-        anvil_update(cfg=cfg, **block, **hyper)
+    for chunk in split_tensors({"p": p, "grad": grad} | state, size):
+        anvil_update(cfg=cfg, **chunk, **hyper)
 
 
 @compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
@@ -4311,7 +4311,7 @@ def anvil_update(
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """Computes anvil() for a block of matrices, with anvil_init's names of their state."""
+    """Computes anvil() for a chunk of matrices, with anvil_init's names of their state."""
     x = nesterov_momentum(
         grad,
         fast_momentum,
@@ -5072,14 +5072,14 @@ class Prefetcher:
         rows of n-grams are fetched together.
         """
         ngrams = self.cfg.ngrams
-        together = []
+        interval_batches = []
         for plan in plans:
-            together.append(self._build(plan))
+            interval_batches.append(self._build(plan))
             if not ngrams.orders or plan.updates(ngrams.update_every):
-                yield from self._finish(together)
-                together = []
-        if together:
-            yield from self._finish(together)
+                yield from self._finish(interval_batches)
+                interval_batches = []
+        if interval_batches:
+            yield from self._finish(interval_batches)
 
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
@@ -5113,17 +5113,17 @@ class Prefetcher:
         return exchange.route_rows(spec.name, rows, owner, local_row)
 
     @traced("index")
-    def _finish(self, together: list[Batch]) -> list[Batch]:
+    def _finish(self, interval_batches: list[Batch]) -> list[Batch]:
         """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
-            parts = [part for batch in together for part in batch.micro_batches]
+            parts = [part for batch in interval_batches for part in batch.micro_batches]
             rows = [part.segments["hashed_rows"].ids for part in parts]
             merged = make_segments(torch.cat(rows))
-            together[0].routes["ngrams"], slots = route_ngrams(self.exchange, merged.ids.numpy())
+            interval_batches[0].routes["ngrams"], slots = route_ngrams(self.exchange, merged.ids.numpy())
             by_part = list_ids(merged._replace(ids=slots), (-1,)).split([len(each) for each in rows])
             slots_of_parts = iter(by_part)
         finished = []
-        for batch in together:
+        for batch in interval_batches:
             packed = []
             for part in batch.micro_batches:
                 if self.cfg.ngrams.orders:

@@ -154,7 +154,7 @@ def update_twice(name, dtype):
     rule = tg.OPTIMIZERS[row.optimizer]
     state = rule.init(p, row, torch.float32, 0)
     if row.optimizer == "adam":
-        state["rates"] = torch.rand(2, 240, generator=g)  # of small parameters' vectors
+        state["muls"] = torch.rand(2, 240, generator=g)  # of small parameters' vectors
     for t in 1, 2:
         plan = tg.plan_step(cfg, t)._replace(lr_mul=1 / t, momentum=0.85 + t / 100)
         rule.update(p, grad * t, state, row, plan, cfg)
