@@ -17,8 +17,9 @@ one that updates the banks alone, and one with all updates. Collectives return a
     collectives  that the step starts; their own kernels are not among the launches. What the prefetch thread
                  exchanges is not counted: those are numbers in host memory
 
-The phase "n-grams" fetches their rows, sends their gradients and updates them. With `cuda_graphs` the phases
-forward, head and backward are one launch for each micro-batch; "outside" has what stays.
+The phase "n-grams" fetches their rows, sends their gradients and updates them; "pointer" makes targets, too.
+With `cuda_graphs` forward, pointer, head and backward are one launch for each micro-batch: "outside" has what
+stays.
 
 The last line has the most bytes that the rank's tensors take at once, in its steps and the validation of a
 slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Temporaries inside compiled
@@ -71,7 +72,8 @@ def launches_of(graph: dict) -> int:
     return launches
 
 
-PHASES = "copies", "forward", "head", "backward", "rows", "n-grams", "optimizer", "other"
+GRAPHED = "forward", "pointer", "head", "backward"  # what cuda_graphs makes one launch
+PHASES = "copies", *GRAPHED, "rows", "n-grams", "optimizer", "other"
 COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "collectives"
 
 
@@ -296,6 +298,7 @@ class GeneratedCounts(Counts):
 PHASE_OF = [
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
+    (tg, "forward_backward", "pointer"),
     (tg.GPT, "look_up", "forward"),
     (tg.GPT, "forward", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
@@ -400,7 +403,7 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Count
         for column in COLUMNS:
             step["all", column] = sum(step[phase, column] for phase in PHASES)
             step["outside", column] = step["all", column]
-            for phase in ("forward", "head", "backward"):
+            for phase in GRAPHED:
                 step["outside", column] -= step[phase, column]
     return steps, memory.peak
 

@@ -103,7 +103,8 @@ def codes(t):
 
 def fp8_model(world_size=WORLD):
     """Returns a model in bf16 whose MLPs have the shapes of the golden ones, with 11 layers."""
-    return tg.GPT(tiny_config("bfloat16", mlp_dim=768), world_size)
+    backend = tg.TORCH_BACKEND._replace(fp8=True)
+    return tg.GPT(tiny_config("bfloat16", mlp_dim=768), world_size, backend=backend)
 
 
 def fp8_layers(model, step):

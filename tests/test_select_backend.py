@@ -60,18 +60,21 @@ def test_only_a_table_is_not_autotuned(monkeypatch):
 
 
 def test_a_driver_that_is_too_old_is_the_reason(set_machine, monkeypatch):
-    """It counts GPUs, but torch can use none; on a machine without GPUs nothing is wrong."""
+    """It counts GPUs, but torch can use none. Without GPUs, and for presets of CPUs, nothing is wrong."""
 
     def init():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Update it.")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    tg.select_backend(tg.CPU, HOST)
+    on_gpu = replace(tg.CPU, device="gpu")
+    tg.select_backend(on_gpu, HOST)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for preset in tg.PRESETS.values():
+    tg.select_backend(tg.CPU, HOST)
+    tg.select_backend(tg.WORDS, HOST)
+    for cfg in (tg.RECORD, on_gpu):
         with pytest.raises(tg.UserError, match=r"too old \(found version 12020\)"):
-            tg.select_backend(preset, HOST)
+            tg.select_backend(cfg, HOST)
 
 
 UNSUPPORTED = """
