@@ -11,7 +11,8 @@
 
 set -euo pipefail
 # A run outlives who reads it, such as `head`, and a screen that was closed by >&-.
-[[ -t 1 && -t 2 ]] || exec > >(cat || cat >/dev/null) 2>&1
+writable() { [[ -t $1 || -f /dev/fd/$1 && ! /dev/fd/$1 -ef $0 ]]; }   # $0 is in the place of a closed one
+writable 1 && writable 2 || exec > >(cat || cat >/dev/null) 2>&1
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 export RUN_COMMAND=$(printf '%q ' ./run.sh "$@")   # for compare.py
 export RUN_DATE=$(date +%F)   # one folder for all runs, if midnight passes
@@ -44,7 +45,11 @@ if [[ $against ]]; then
     [[ $name ]] || die "--against needs a --name, of the new folder for the logs"
     [[ ! $tiny && "${args[*]}" != *--@(resume|save|profile|checkpoint-every)* ]] ||
         die "--against goes without --tiny, --resume, --save, --profile and --checkpoint-every"
-    ! compgen -G "records/*/${RUN_DATE}_$name" || die "that is there; give another --name, and new seeds"
+    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+        git ls-files --error-unmatch -- "$script" >/dev/null 2>&1 && git diff --quiet HEAD -- "$script" ||
+            die "commit $script first: a record's logs name a commit that has its script"
+    fi
+    ! compgen -G "records/*/${RUN_DATE}_$name" || die "that is there; remove it, or give another --name"
 fi
 
 train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctrl-C ends only this shell

@@ -95,6 +95,8 @@ def parse_variant(text: str) -> Variant:
     files, settings = [], []
     for word in rest.split():
         if word.endswith((".py", ".patch")):
+            if not Path(word).is_file():
+                raise argparse.ArgumentTypeError(f"there is no {word}")
             files.append(word)
         else:
             settings.append(word)

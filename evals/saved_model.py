@@ -68,7 +68,8 @@ RENAMED = {
     "stages.candidates": "sampled_columns",
 }
 RENAMED_KERNELS = {"both_layouts": "cast_and_transpose", "gram": None}  # None: it is gone
-# Settings that models of earlier scripts lack, with the values that they had in effect.
+# Settings that models of earlier scripts lack, with the values that they had in effect. A field of Layer is
+# "layers.NAME".
 ADDED = {
     "pointer_dim": 0,
     "pointer_window": 1,
@@ -103,31 +104,33 @@ def single_setting(name: str, value, field: tg.Field):
     return value
 
 
-def config_from_dict(values: dict, table=tg.Config) -> tg.Config:
-    """Builds a Config from a dict of all its fields, as JSON gives it.
+def config_from_dict(values: dict, table=tg.Config, path: str = "") -> tg.Config:
+    """Builds a Config from a dict of its fields, as JSON gives it, and of ADDED. `path` is its name in there.
 
     Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
     """
     fields = {}
     for name in tg.hints_of(table) | values:
         hint = tg.hints_of(table)[name]
-        value = values[name]
+        if name not in values and path + name not in ADDED:
+            raise KeyError(f"no {path}{name}; if it is new, ADDED in evals/saved_model.py needs a row")
+        value = values.get(name, ADDED.get(path + name))
         row = tg.row_type(hint)
         if row is None:
             fields[name] = single_setting(name, value, tg.field_of(hint))
         elif isinstance(value, list):
             rows = []
             for item in value:
-                rows.append(config_from_dict(item, row))
+                rows.append(config_from_dict(item, row, f"{path}{name}."))
             fields[name] = tuple(rows)
         else:
-            fields[name] = config_from_dict(value, row)
+            fields[name] = config_from_dict(value, row, f"{path}{name}.")
     return table(**fields)
 
 
 def read_config(text: str) -> tg.Config:
     """Returns the config of a saved model's JSON, whichever script wrote it. Raises an error if it cannot."""
-    values = ADDED | rename(json.loads(text))
+    values = rename(json.loads(text))
     kernels = []
     for old in values["kernels"]:
         new = RENAMED_KERNELS.get(old, old)

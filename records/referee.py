@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
         head += f"log: {args.log.name}\n"
         folder = args.log.parent
     folder.mkdir(parents=True, exist_ok=True)
+    print(f"makes short runs of {args.script.name}, which takes minutes", flush=True)
     with tempfile.TemporaryDirectory() as runs:
         case = rules.Case(args.script, args.preset, Path(runs), data, args.log)
         results = rules.judge(case)

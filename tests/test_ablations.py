@@ -107,8 +107,14 @@ def test_a_line_that_is_no_run_is_named_before_any_run(tmp_path, monkeypatch, li
 
 
 def test_two_scripts_and_odd_results_are_refused(tmp_path):
+    one = tmp_path / "one.py"
+    other = tmp_path / "other.py"
+    one.touch()
+    with pytest.raises(argparse.ArgumentTypeError, match=f"there is no {other}"):
+        ablations.parse_variant(f"x: {one} {other}")
+    other.touch()
     with pytest.raises(argparse.ArgumentTypeError, match="names two scripts"):
-        ablations.parse_variant("x: one.py other.py")
+        ablations.parse_variant(f"x: {one} {other}")
     notes = tmp_path / "notes.md"
     notes.write_text("mine")
     with pytest.raises(argparse.ArgumentTypeError, match="another kind of file"):

@@ -19,6 +19,7 @@ import export
 import generate
 import hellaswag  # noqa: F401
 import loss
+import saved_model
 import tokenize_text as tt
 import train_gpt as tg
 from configs import BASE
@@ -192,6 +193,19 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
     for value in all_values(old):
         assert value == "gram" or value in values, value  # a kernel that is gone
     assert [list(shape) for shape in tg.param_shapes(cfg, 1).values()] == golden["shapes"]
+
+
+def test_a_setting_that_earlier_models_lack_is_added(monkeypatch):
+    """A new setting, and a new field of Layer."""
+    values = json.loads(tg.config_json(tg.CPU))
+    del values["heads"]
+    for layer in values["layers"]:
+        del layer["narrow_v"]
+    with pytest.raises(KeyError, match="no layers.narrow_v; if it is new, ADDED in evals/saved_model.py"):
+        config_from_dict(values | {"heads": 2})
+    monkeypatch.setattr(saved_model, "ADDED", saved_model.ADDED | {"layers.narrow_v": True, "heads": 4})
+    cfg = config_from_dict(values)
+    assert cfg.heads == 4 and all(layer.narrow_v for layer in cfg.layers)
 
 
 def test_a_model_that_is_too_old_names_the_commits_that_load(run):
@@ -570,7 +584,7 @@ def test_a_texts_loss_is_that_of_its_passages(run, capsys):
         return model.token_losses(batch, windows).double().sum().item()
 
     total = loss_with(model.cfg.val_windows)
-    assert abs(total - loss_with(model.cfg.stages[-1].windows)) > 1e-3
+    assert abs(total - loss_with(model.cfg.stages[-1].windows)) > 1e-4
     nats = loss.document_losses(model, tokens, np.ones(257))[0]
     assert nats.sum() == pytest.approx(total, abs=1e-4)
     count = len(tokens) - 1

@@ -161,7 +161,7 @@ def test_a_model_is_saved_through_symbolic_links(launch_two, tmp_path):
     """They stay. What they point to may be there or not."""
     weights, rows = tmp_path / "disk/weights", tmp_path / "disk/rows"
     weights.parent.mkdir()
-    torch.save("an earlier model", weights)
+    torch.save({"config": tg.config_json(tg.CPU)}, weights)  # an earlier model
     (tmp_path / "model.pt").symlink_to(weights)
     (tmp_path / "model.pt.ngrams1").symlink_to("disk/rows")
     with launch_two(tmp_path, "--save", "model.pt", change=("warmup=false",)) as run:

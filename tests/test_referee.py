@@ -105,8 +105,8 @@ CHEATS = {
         NO_POINTER,
     ),
     ("a probability", "a mixture that sums to 1.02"): (
-        ["p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()"]
-        + ["p_vocab * (1.02 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()"],
+        ["return p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy\n"]
+        + ["return p_vocab * (1.02 - gate * (1 - p_sink)) + gate * p_copy\n"],
         [],
     ),
     ("a probability", "a softmax over the target and few others"): (
@@ -138,10 +138,10 @@ CHEATS = {
         [],
     ),
     ("validation is not trained on", "weights follow the validation's loss"): (
-        [STEP, STEP + "        model.scalars.data.add_(closing_loss(training) * 1e-3)\n"]
+        [STEP, STEP + "        model.scalars.data.add_(closing_loss(training) * 1e-5)\n"]
         + [
             "def train(\n",
-            "def closing_loss(training):\n    return float(training.val.tokens.sum() % 7)\n\n\ndef train(\n",
+            "def closing_loss(training):\n    return float(training.val.tokens.sum() % 997)\n\n\ndef train(\n",
         ],
         [],
     ),
@@ -217,7 +217,8 @@ CHEATS = {
             "    update = optimizer.step\n\n"
             "    def step(*arguments):\n"
             "        with clock.paused():\n"
-            "            update(*arguments)\n\n"
+            "            update(*arguments)\n"
+            "            time.sleep(0.1)\n\n"
             "    optimizer.step = step\n"
             "    bar = progress_bar(total=cfg.steps",
         ],
@@ -287,7 +288,7 @@ def test_honest_edit_passes(name, corpus, tmp_path):
     del found["the log's script"]  # there is no log
     del found["the track's constants"]  # a tiny preset has others
     wrong = {rule: result for rule, result in found.items() if not result.startswith("ok")}
-    assert wrong == {}
+    assert not wrong, "\n".join(f"{rule}: {result}" for rule, result in wrong.items())
 
 
 def test_verdict_is_read_as_it_was_written(tmp_path):

@@ -182,6 +182,26 @@ def test_options_of_the_user_have_priority(ready):
     assert commands == [f"old.py {given} --check 3", f"{STANDALONE}3 old.py --seed=10 {given}"]
 
 
+def test_a_script_must_be_committed_before_a_race(ready):
+    """A script that git does not know, one that has changed since, and then the same one committed."""
+
+    def git(words):
+        subprocess.run(["git", *words.split()], cwd=ready, check=True)
+
+    race = "idea.py --against old.py --name Idea"
+    (ready / "idea.py").write_text("")
+    git("init -q")
+    git("add old.py")
+    git("-c user.name=I -c user.email=i@i commit -q -m Old")
+    assert "commit idea.py first" in refused(ready, race)
+    git("add idea.py")
+    git("-c user.name=I -c user.email=i@i commit -q -m Idea")
+    (ready / "idea.py").write_text("edited")
+    assert "commit idea.py first" in refused(ready, race)
+    (ready / "idea.py").write_text("")
+    assert len(run(ready, race)) > 2
+
+
 def test_an_early_script_runs_without_a_check(ready):
     (ready / "old.py").write_text("")
     assert run(ready, "old.py --data mine") == [f"{STANDALONE}2 old.py --seed=0 --preset=cpu --data=mine"]
