@@ -141,7 +141,9 @@ CHEATS = {
         [STEP, STEP + "        model.scalars.data.add_(closing_loss(training) * 1e-5)\n"]
         + [
             "def train(\n",
-            "def closing_loss(training):\n    return float(training.val.tokens.sum() % 997)\n\n\ndef train(\n",
+            "def closing_loss(training):\n"
+            "    return float(training.val.tokens.sum() % 997)\n\n\n"
+            "def train(\n",
         ],
         [],
     ),
