@@ -19,8 +19,8 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     1  This text, imports
     2  Settings     layer, parameter and stage tables; the presets
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    4  Helpers      a user's errors, labels in traces, compilation, dtypes
-    5  Step         what a batch holds; train_step, validate
+    4  Helpers      a user's errors, labels in traces, compilation, CUDA graphs, dtypes
+    5  Step         what a batch holds; train_step, forward_backward, validate
     6  Model        shapes and initial values of parameters; GPT: embeddings, layers, the head with its loss
     7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
     8  Operations   in plain torch, five with Triton kernels: norm, rotary embedding, attention, FP8, squared
@@ -749,7 +749,7 @@ def warmup_steps(cfg: Config) -> list[range]:
 
 
 # ============================================================================================================
-# 4  Helpers. A user's errors; labels in traces; compilation; dtypes.
+# 4  Helpers. A user's errors; labels in traces; compilation; CUDA graphs; dtypes.
 # ============================================================================================================
 
 
