@@ -148,7 +148,9 @@ def train(cfg, saved=None):
             tg.validate(model, training.val, optimizer.exchange, batch.plan.windows)
     if cfg.cuda_graphs:
         assert StandInGraph.count == warmed_up, "a graph was captured on the clock"
-        for graph, _ in model.graphs.captured.values():
+        for captured in model.graphs.captured.values():
+            assert captured is not None, "a call of the warm-up never came again"
+            graph, _ = captured
             assert len(graph.operations) > 500
     return losses, digest(model, optimizer), checkpoint
 
@@ -223,7 +225,7 @@ def test_what_a_graph_cannot_see_is_found(cfg, mutate, stand_ins):
         plain = train(cfg)[:2]
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        with pytest.raises((AssertionError, TypeError)):
+        with pytest.raises(AssertionError):
             assert train(replace(cfg, cuda_graphs=True))[:2] == plain
 
 
