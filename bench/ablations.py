@@ -16,9 +16,9 @@ as long, but stages.0.steps=40 of a variant means 40 steps. Every run is one pro
 show whether it runs. Their losses mean nothing and are not kept.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
-weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference below two
-standard errors is "not resolved", and decides nothing; one above is no proof: of three seeds, 18 % of
-differences that are only noise pass two.
+weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference with a p of
+0.05 or more is "not resolved", and decides nothing; one with a lower p is no proof: of 20 variants that change
+nothing, one is resolved.
 
 Runs are kept in --out, a JSON line each, and not repeated there with the same script, data, settings and
 seed.
@@ -210,7 +210,7 @@ def table(losses: dict[str, list[float]]) -> str:
         elif math.isnan(error):
             cells += [f"{difference:+.4f}", "", "no error: equal in all pairs"]
         else:
-            verdict = "resolved" if abs(difference) >= 2 * error else "not resolved"
+            verdict = "resolved" if p < 0.05 else "not resolved"
             cells += [f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}", verdict]
         rows.append(cells)
     return "\n".join(compare.markdown_table(["variant", "loss", "difference", "p", ""], rows))

@@ -63,15 +63,15 @@ def timer_of(script: Path) -> ModuleType:
 def time_ratios(preset: str, base: Side, variant: Side) -> np.ndarray:
     """Returns PAIRS ratios of the variant's time of a whole run to the baseline's, by alternate steps."""
     torch.set_num_threads(1)  # as the runs have
-    device = torch.device("cpu")
-    if preset == "record" and torch.cuda.is_available():  # as train_gpt.py chooses
-        device = torch.device("cuda", 0)
     timers = []
     configs = []
     for script, settings in (base, variant):
         timer = timer_of(script)
         timers.append(timer)
         configs.append(reduce(timer.tg.override, settings, timer.tg.PRESETS[preset]))
+    device = torch.device("cpu")
+    if configs[0].device == "gpu" and torch.cuda.is_available():  # as train_gpt.py chooses
+        device = torch.device("cuda", 0)
     ms = np.zeros((2, PAIRS))
     for stage in range(len(configs[0].stages)):
         trainings = {}
