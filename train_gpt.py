@@ -113,6 +113,7 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 # ============================================================================================================
 
 Float = Literal["bfloat16", "float32", "float64"]
+Context = Literal["word", "above", "copy"]
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
@@ -316,6 +317,13 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment at every update of the table
     wd: float = 0.025
+    # Each adds one more row to a token's, by something else than the last n tokens (section 13): the word so
+    # far; the byte above the next one; what followed the same tokens before. The first two are for bytes.
+    contexts: tuple[Context, ...] = ()
+
+    @property
+    def rows_per_token(self) -> int:  # each from a range of rows_per_order rows
+        return len(self.orders) + len(self.contexts)
 
 
 @dataclass(frozen=True)
@@ -3964,11 +3972,11 @@ class Head(DenseParam):
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    orders = len(cfg.ngrams.orders)
+    ranges = cfg.ngrams.rows_per_token
     rows = cfg.ngrams.rows_per_order
     tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
-    touched = orders * min(max(cfg.ngrams.update_every) * tokens, rows)
-    block = math.ceil(orders * rows / world_size)
+    touched = ranges * min(max(cfg.ngrams.update_every) * tokens, rows)
+    block = math.ceil(ranges * rows / world_size)
     return touched, block
 
 
@@ -4774,23 +4782,28 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
 HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
-def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for K orders and T tokens.
+def hash_ngrams(
+    tokens: np.ndarray, ngrams: Ngrams, sign_rows: int, bos_id: int
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for T tokens.
 
-    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each order has
-    a range of rows_per_order rows. The first n - 1 positions end no whole n-gram: they share the range's last
-    row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32,
-    which wraps. It crosses document starts: masking them was slower and no better.
+    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each of the K
+    orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole n-gram:
+    they share the range's last row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3
+    (Appleby 2011), in uint32, which wraps. N-grams cross document starts: masking them was slower and no
+    better.
     """
     T = len(tokens)
     words = tokens.astype(np.uint32)
     polynomial = np.zeros(T, np.uint32)  # of the last n tokens
-    h = np.empty((len(ngrams.orders), T), np.uint32)
+    h = np.empty((ngrams.rows_per_token, T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
         polynomial[n - 1 :] += words[: max(0, T - n + 1)]
         polynomial *= HASH_MULTIPLIER
         if n in ngrams.orders:
             h[ngrams.orders.index(n)] = polynomial
+    for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
+        h[i] = CONTEXTS[context](words, bos_id)
     sign_ids = None
     if sign_rows:
         upper = h * 0x27D4EB2F >> 16  # another odd factor
@@ -4804,8 +4817,79 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Ten
     h -= h // modulus * modulus  # NumPy's % is not vectorized
     for i, n in enumerate(ngrams.orders):
         h[i, : n - 1] = modulus
-        h[i] += i * ngrams.rows_per_order
+    h += np.arange(len(h), dtype=np.uint32)[:, None] * ngrams.rows_per_order
     return int32(h), sign_ids
+
+
+# Contexts that orders do not have, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
+# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
+
+WORD_BYTES = np.zeros(2**16, bool)
+WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
+WORD_BYTES[128:256] = True  # UTF-8's other letters
+NEWLINE = 10
+COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
+
+
+class SpanHash:
+    """Hashes spans of tokens (T,) uint32: tokens a .. b are the sum of tokens[i] M^(i - a + 1), modulo 2^32.
+
+    M is HASH_MULTIPLIER. A span is a difference of two running sums, whatever its length. uint32 wraps.
+    """
+
+    def __init__(self, tokens: np.ndarray):
+        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
+        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
+        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
+        inverses[0] = 1
+        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
+
+    def __call__(self, first: np.ndarray) -> np.ndarray:
+        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
+        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
+
+
+def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers the word up to each token. All tokens outside words have one number."""
+    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
+    return SpanHash(tokens)(np.maximum.accumulate(first))
+
+
+def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers the pairs of a token and that which stands above the next one, in the line before."""
+    at = np.arange(len(tokens))
+    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
+    line = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # the first place of the next token's line
+    line_before = line[np.maximum(line - 2, 0)]
+    above = line_before + (at + 1 - line)
+    exists = (above < line) & (tokens[line - 1] == NEWLINE)
+    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
+    return (tokens + 1) * HASH_MULTIPLIER + above_token
+
+
+def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers the pairs of the token to copy and a length. 0: there is none.
+
+    The length is the longest of COPY_LENGTHS for which the document's last tokens so far stood in it before.
+    The token to copy is the one after their last occurrence (an input of PR 378, too).
+    """
+    at = np.arange(len(tokens))
+    starts = tokens == bos_id
+    document = np.cumsum(starts, dtype=np.uint32)
+    first = np.maximum.accumulate(np.where(starts, at, 0))
+    span_hash = SpanHash(tokens)
+    numbers = np.zeros_like(tokens)
+    for length in COPY_LENGTHS:
+        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
+        by_span = np.argsort(spans, kind="stable")
+        earlier, later = by_span[:-1], by_span[1:]
+        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= first[earlier])
+        earlier, later = earlier[found], later[found]
+        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
+    return numbers
+
+
+CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
 
 
 def cu_seqlens_capacity(tokens: int) -> int:
@@ -4858,7 +4942,7 @@ def make_micro_batch(
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
+    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows, cfg.bos_id)
     return MicroBatch(
         inputs=int32(tokens[:-1]),
         targets=int32(tokens[1:]).long(),
@@ -5353,8 +5437,17 @@ def check_sizes(cfg: Config) -> None:
     orders = cfg.ngrams.orders
     are_orders = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
     require(
-        are_orders and len(orders) * cfg.ngrams.rows_per_order < 2**31,
+        are_orders and cfg.ngrams.rows_per_token * cfg.ngrams.rows_per_order < 2**31,
         "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
+    )
+    contexts = cfg.ngrams.contexts
+    require(
+        orders or not contexts, "ngrams.contexts: a context stands beside n-grams; name ngrams.orders, too"
+    )
+    require(len(set(contexts)) == len(contexts), "ngrams.contexts: name each context once")
+    require(
+        cfg.vocab_size <= 257 or set(contexts) <= {"copy"},
+        "ngrams.contexts: word and above are for bytes; with larger vocabularies use copy alone",
     )
     require(not orders or cfg.ngrams.width <= cfg.dim, "ngrams.width must not be above the model's width")
 

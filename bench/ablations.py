@@ -16,9 +16,9 @@ as long, but stages.0.steps=40 of a variant means 40 steps. Every run is one pro
 show whether it runs. Their losses mean nothing and are not kept.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
-weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference with a p of
-0.05 or more is "not resolved", and decides nothing; one with a lower p is no proof: of 20 variants that change
-nothing, one is resolved.
+weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference with a p
+of 0.05 or more is "not resolved", and decides nothing; one with a lower p is no proof: of 20 variants that
+change nothing, one is resolved.
 
 Runs are kept in --out, a JSON line each, and not repeated there with the same script, data, settings and
 seed.

@@ -2,7 +2,8 @@
 """Times a training step, stage by stage; with --against, of several settings in turns.
 
     python bench/step_time.py [--preset record|cpu|words] [--set NAME=VALUE ...] [--stages 0,1,2,3]
-                              [--steps N] [--against "NAME=VALUE ..."] [--scale [width,tokens,rows,processes]]
+                              [--steps N] [--against "NAME=VALUE ..." ...]
+                              [--scale [width,tokens,rows,processes]]
 
 Times each stage's steps in one process, synchronizing with the device before and after each, in two setups:
 
@@ -641,7 +642,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
     add("--stages", metavar="N,...", help="default: all")
     add("--steps", type=int, metavar="N", help="timed in each line, even; default: 20, with --scale 8")
-    add("--against", action="append", default=[], metavar="'NAME=VALUE ...'", help="add a variant")
+    against = {"nargs": "+", "action": "extend", "default": [], "metavar": "'NAME=VALUE ...'"}
+    add("--against", **against, help="add a variant for each quoted argument")
     sizes = ",".join(SCALES)
     add("--scale", nargs="?", const=sizes, metavar="NAME,...", help=f"time growing sizes; default: {sizes}")
     try:

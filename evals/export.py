@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         tensors[name] = value.contiguous()
     if model.ngrams:  # reads the whole table into memory
         n = model.cfg.ngrams
-        tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(n.orders) * n.rows_per_order))
+        tensors["ngrams"] = model.ngrams.fetch(torch.arange(n.rows_per_token * n.rows_per_order))
     with tg.user_error_on(f"cannot write {args.out}", "choose another place", SafetensorError):
         with replacing(args.out, EXPORT_BEGINS) as path:
             save_file(tensors, path, {"config": tg.config_json(model.cfg)})

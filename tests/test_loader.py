@@ -108,7 +108,7 @@ def check_micro_batch(batch, tokens, starts, cfg):
     assert batch.inputs.tolist() == tokens[:T] and batch.targets.tolist() == tokens[1:]
     assert batch.inputs.dtype == batch.hashed_rows.dtype == batch.cu_seqlens.dtype == torch.int32
     assert batch.targets.dtype == torch.int64
-    hashed, _ = tg.hash_ngrams(np.array(tokens[:T]), tg.Ngrams((2,), cfg.bigram_vocab_size), 0)
+    hashed, _ = tg.hash_ngrams(np.array(tokens[:T]), tg.Ngrams((2,), cfg.bigram_vocab_size), 0, 0)
     assert batch.hashed_rows.tolist() == hashed.tolist()
     max_docs = tg.cu_seqlens_capacity(T)
     assert batch.cu_seqlens.tolist() == starts + [T] * (max_docs - len(starts))

@@ -103,7 +103,7 @@ look_up = tg.GPT.look_up
 
 def whole_ids(model, batch):
     """Hashes the tokens again, for in training a batch has places among what is fetched; looks up signs."""
-    rows, sign_ids = tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams, model.cfg.sign_rows)
+    rows, sign_ids = tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams, model.cfg.sign_rows, 0)
     return rows.long(), model.signs[sign_ids]
 
 

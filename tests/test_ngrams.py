@@ -4,6 +4,7 @@ test_ngram_table.py compares whole runs with a table on every rank, test_distrib
 """
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_the_hash_is_pythons(rows):
         for T in (1, 2, 4, 300):
             tokens = [rng.choice([0, 1, 7, 255, 256, 50256, 65535]) for _ in range(T)]
             ngrams = tg.Ngrams(orders, rows)
-            got, signs = tg.hash_ngrams(np.array(tokens, np.int32), ngrams, sign_rows)
+            got, signs = tg.hash_ngrams(np.array(tokens, np.int32), ngrams, sign_rows, 0)
             want_rows, want_signs = python_rows(tokens, ngrams, sign_rows)
             assert got.dtype == torch.int32
             assert got.tolist() == want_rows
@@ -140,6 +141,71 @@ def test_micro_batches_have_rows_and_signs(folder, orders, sign_rows):
     rows, signs = python_rows(tokens[:-1].tolist(), ngrams, sign_rows)
     assert batch.hashed_rows.tolist() == rows
     assert_signs(batch.sign_ids, signs, sign_rows)
+
+
+# ---------------------------------------------------------------------------------------------- the contexts
+
+BOS = 256
+
+
+def word(document, t):
+    """Returns the word up to token t: ASCII letters, digits, _, and the bytes of other letters."""
+    begin = t + 1
+    while re.match(rb"[\w\x80-\xff]", bytes([document[begin - 1] % BOS])):
+        begin -= 1
+    return document[begin : t + 1]
+
+
+def above(document, t):
+    """Returns token t, and the one above the token after it."""
+    lines = []
+    for token in document[1 : t + 1]:  # after BOS
+        if not lines or lines[-1][-1] == ord("\n"):
+            lines.append([])
+        lines[-1].append(token)
+    if not lines or lines[-1][-1] == ord("\n"):
+        lines.append([])
+    column = len(lines[-1])
+    if len(lines) == 1 or column >= len(lines[-2]):
+        return document[t], None
+    return document[t], lines[-2][column]
+
+
+def copy(document, t):
+    """Returns the token after the last occurrence of the longest end that occurred before, and its length."""
+    for length in reversed(tg.COPY_LENGTHS):
+        for end in range(t, length - 1, -1):  # an earlier occurrence: document[end - length : end]
+            if length <= t + 1 and document[end - length : end] == document[t + 1 - length : t + 1]:
+                return document[end], length
+    return None
+
+
+@pytest.mark.parametrize("describe", [word, above, copy])
+def test_tokens_with_equal_contexts_have_equal_rows(describe):
+    """Checks that a context's numbers are equal if and only if the contexts are."""
+    rng = random.Random(5)
+    pieces = [b"a", b"ab", b"_b9", b" ", b"\n", b"\n", b"  ", b".", "\u00e9".encode(), b"(ab, ab)"]
+    documents = [[BOS, *b"".join(rng.choices(pieces, k=80))] for _ in range(6)] + [[BOS], [BOS, 10]]
+    tokens = np.array(sum(documents, []), np.uint32)
+    numbers = iter(tg.CONTEXTS[describe.__name__](tokens, BOS).tolist())
+    number_of = {}
+    for document in documents:
+        for t in range(len(document)):
+            context = str(describe(document, t))
+            number = next(numbers)
+            assert number_of.setdefault(context, number) == number, context
+    assert len(set(number_of.values())) == len(number_of) > 20
+
+
+def test_contexts_have_ranges_of_rows_after_those_of_orders():
+    ngrams = tg.Ngrams((2, 3), 1000, contexts=("copy", "word"))
+    tokens = np.array([BOS, *b"an apple, an apple"], np.uint16)
+    rows, signs = tg.hash_ngrams(tokens, ngrams, 50, BOS)
+    assert rows.shape == signs.shape == (4, len(tokens))
+    assert (rows // 1000 == torch.arange(4)[:, None]).all()
+    plain, _ = tg.hash_ngrams(tokens, replace(ngrams, contexts=()), 50, BOS)
+    assert torch.equal(rows[:2], plain)
+    assert rows[3, -1] == rows[3, 8] != rows[3, 7]  # "apple", "apple", "appl"
 
 
 # ---------------------------------------------------------------------------------------------- the segments
