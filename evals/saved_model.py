@@ -76,6 +76,7 @@ ADDED = {
     "pointer_val_window": 1,
     "softcap": {"scale": 23.0, "shift": 5.0, "span": 7.5},
     "cuda_graphs": False,
+    "ngrams.contexts": (),
     "device": "gpu",
 }
 

@@ -33,8 +33,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "val_slices": 40,
     },
 }
-# CopyPointer and the record before it were made for this one, and keep it. The preset `words` still has it:
-# who makes a record must set 2.5 there, and the steps that 2.5 needs.
+# CopyPointer and the record before it were made for this one, and keep it.
 FORMER_TARGETS = {"words": 2.9}
 
 

@@ -13,7 +13,7 @@ SETTINGS = """
 vocab_size=257 padded_vocab=264 bos_id=256 val_slice_tokens=4096 val_slices=128 val_every=250
 heads=2 head_dim=32 mlp_dim=256 mudd_dim=64 mix_groups=4 window_unit=16 sign_rows=8192 bigram_vocab_size=16384
 ngrams.orders=2,3,4,5,6 ngrams.rows_per_order=65536 ngrams.width=64 ngrams.dtype=float32
-ngrams.update_every=1,1 ngrams.lr=0.56 ngrams.beta2=0.95 ngrams.wd=0.025
+ngrams.contexts= ngrams.update_every=1,1 ngrams.lr=0.56 ngrams.beta2=0.95 ngrams.wd=0.025
 layers.*.xsa=false pointer_dim=0 pointer_window=2560 pointer_val_window=16384
 softcap.scale=30 softcap.shift=0 softcap.span=7.5 attn_scale=0.25 narrow_attn_scale=0.4 attention_cap=0
 val_windows.short=6 val_windows.long=20

@@ -241,6 +241,8 @@ WRONG = """--preset huge
 --set ngrams.rows_per_order=1
 --set ngrams.orders=2,2
 --set ngrams.orders=1
+--set ngrams.contexts=copy,copy
+--set vocab_size=300 padded_vocab=304 ngrams.contexts=word
 --set ngrams.orders=2 --set ngrams.width=4096""".splitlines()
 
 

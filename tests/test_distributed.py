@@ -138,7 +138,7 @@ def start_values(cfg):
     """Returns rows and state of the table of n-grams, away from zeros; a quarter of the moments are 0."""
     g = torch.Generator().manual_seed(6)
     ngrams = cfg.ngrams
-    count = len(ngrams.orders) * ngrams.rows_per_order
+    count = ngrams.rows_per_token * ngrams.rows_per_order
     rows = torch.randn(count, ngrams.width, generator=g).to(tg.dtype_of(ngrams.dtype))
     moments = torch.rand(count, generator=g, dtype=tg.acc_dtype(cfg)) * 1e-3
     moments[::4] = 0

@@ -39,7 +39,7 @@ class WholeTable:
         n = self.cfg = cfg.ngrams
         self.exchange, self.dtype, self.acc_dtype = exchange, tg.dtype_of(n.dtype), tg.acc_dtype(cfg)
         self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.acc_dtype)
-        self.table = torch.zeros(len(n.orders) * n.rows_per_order, n.width, dtype=self.dtype)
+        self.table = torch.zeros(n.rows_per_token * n.rows_per_order, n.width, dtype=self.dtype)
         self.moments = torch.zeros(len(self.table), dtype=self.acc_dtype)
         self.last, self.clock = torch.zeros(len(self.table), dtype=torch.int32), [0, 0]
         self.looked_up = []  # since the last update
