@@ -586,22 +586,22 @@ WORDS = replace(
     ngrams=Ngrams(
         (2, 3), rows_per_order=65536, width=128, dtype="float32", update_every=(1, 1), contexts=("copy",)
     ),
-    # The schedule, for 126 steps. So short a run learns more from the next token alone than from later ones
+    # The schedule, for 170 steps. So short a run learns more from the next token alone than from later ones
     # and prefixes. Only the last stage computes the logits of all columns.
     length=1.0,
     # fmt: off
     stages=(
-        Stage(60, 1024, 256, Windows(3, 9), 1.00, sampled_columns=(4096,)),
-        Stage(30, 2048, 512, Windows(4, 10), 1.52, sampled_columns=(4096,)),
-        Stage(28, 2048, 512, Windows(5, 11), 1.73, sampled_columns=(4096,)),
-        Stage(8, 2048, 512, Windows(6, 13), 1.00),
+        Stage(81, 1024, 256, Windows(3, 9), 1.00, sampled_columns=(4096,)),
+        Stage(40, 2048, 512, Windows(4, 10), 1.52, sampled_columns=(4096,)),
+        Stage(38, 2048, 512, Windows(5, 11), 1.73, sampled_columns=(4096,)),
+        Stage(11, 2048, 512, Windows(6, 13), 1.00),
     ),
     # fmt: on
-    momentum_warmup=50,
-    momentum_cooldown=9,
-    late_updates_from=34,
-    two_momenta_from=50,
-    averages=(replace(CPU.averages[0], window=42, rate=0.09, keep_norm=False),),
+    momentum_warmup=68,
+    momentum_cooldown=12,
+    late_updates_from=46,
+    two_momenta_from=68,
+    averages=(replace(CPU.averages[0], window=57, rate=0.0675, keep_norm=False),),
     warmup=False,
     adam_lr=0.02,
     bank_lr=0.018,
