@@ -317,8 +317,9 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment at every update of the table
     wd: float = 0.025
-    # Each adds a row to those of the orders, by something else than the last n tokens (section 13): the word
-    # so far; the byte above the next one; what followed the same tokens before. The first two are for bytes.
+    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 13):
+    # the word so far; the byte above the next one, in the line before; what followed the same tokens before.
+    # The first two are for bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
 
     @property
@@ -505,11 +506,11 @@ CPU = replace(
     # Small enough for two cores.
     heads=2,
     head_dim=32,
-    mlp_dim=64,  # of 128 and 256 the loss is no lower here
+    mlp_dim=64,  # no lower loss was seen with 128 and 256
     mix_groups=4,
     window_unit=16,
-    # More orders, and contexts that are no n-grams: a byte is less than a token. With so many rows for each
-    # token a lower rate is better.
+    # More orders, and contexts that are no n-grams: a byte is less than a token. With contexts a lower rate
+    # gave a lower loss; without them it did not.
     ngrams=Ngrams(
         (2, 3, 4, 5, 6),
         rows_per_order=65536,
@@ -577,7 +578,7 @@ WORDS = replace(
     val_slice_tokens=512,
     head_chunk=64,
     # Parts of the record preset that the cpu preset leaves out. Of the value embeddings there are only those
-    # that MUDD needs: the others do not lower the loss here.
+    # that MUDD needs: with the others the loss was not lower.
     layers=tuple(replace(layer, value=layer.mudd) for layer in LAYERS),
     pointer_dim=32,
     # Wider than the cpu preset.
@@ -4809,16 +4810,16 @@ def hash_ngrams(
     better.
     """
     T = len(tokens)
-    words = tokens.astype(np.uint32)
+    ids = tokens.astype(np.uint32)
     polynomial = np.zeros(T, np.uint32)  # of the last n tokens
     h = np.empty((ngrams.rows_per_token, T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
-        polynomial[n - 1 :] += words[: max(0, T - n + 1)]
+        polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
         polynomial *= HASH_MULTIPLIER
         if n in ngrams.orders:
             h[ngrams.orders.index(n)] = polynomial
     for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
-        h[i] = CONTEXTS[context](words, bos_id)
+        h[i] = CONTEXTS[context](ids, bos_id)
     sign_ids = None
     if sign_rows:
         upper = h * 0x27D4EB2F >> 16  # another odd factor
@@ -4836,20 +4837,21 @@ def hash_ngrams(
     return int32(h), sign_ids
 
 
-# Contexts that orders do not have, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
+# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
 # Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
 
 WORD_BYTES = np.zeros(2**16, bool)
 WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
-WORD_BYTES[128:256] = True  # UTF-8's other letters
+WORD_BYTES[128:256] = True  # all of UTF-8's other characters
 NEWLINE = 10
 COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
 
 
 class SpanHash:
-    """Hashes spans of tokens (T,) uint32: tokens a .. b are the sum of tokens[i] M^(i - a + 1), modulo 2^32.
+    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
 
-    M is HASH_MULTIPLIER. A span is a difference of two running sums, whatever its length. uint32 wraps.
+    It is taken modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. It takes two of the running sums, whatever
+    the span's length.
     """
 
     def __init__(self, tokens: np.ndarray):
@@ -4871,34 +4873,34 @@ def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
 
 
 def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers the pairs of a token and that which stands above the next one, in the line before."""
+    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
     at = np.arange(len(tokens))
     ends_line = (tokens == NEWLINE) | (tokens == bos_id)
-    line = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # the first place of the next token's line
-    line_before = line[np.maximum(line - 2, 0)]
-    above = line_before + (at + 1 - line)
-    exists = (above < line) & (tokens[line - 1] == NEWLINE)
+    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
+    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
+    above = start_before + (at + 1 - line_start)
+    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
     above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
     return (tokens + 1) * HASH_MULTIPLIER + above_token
 
 
 def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers the pairs of the token to copy and a length. 0: there is none.
+    """Numbers pairs: the token to copy, and a length. 0: there is none.
 
-    The length is the longest of COPY_LENGTHS for which the document's last tokens so far stood in it before.
-    The token to copy is the one after their last occurrence (an input of PR 378, too).
+    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
+    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
     """
     at = np.arange(len(tokens))
     starts = tokens == bos_id
     document = np.cumsum(starts, dtype=np.uint32)
-    first = np.maximum.accumulate(np.where(starts, at, 0))
+    document_start = np.maximum.accumulate(np.where(starts, at, 0))
     span_hash = SpanHash(tokens)
     numbers = np.zeros_like(tokens)
     for length in COPY_LENGTHS:
         spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
         by_span = np.argsort(spans, kind="stable")
         earlier, later = by_span[:-1], by_span[1:]
-        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= first[earlier])
+        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
         earlier, later = earlier[found], later[found]
         numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
     return numbers
@@ -5453,7 +5455,7 @@ def check_sizes(cfg: Config) -> None:
     are_orders = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
     require(
         are_orders and cfg.ngrams.rows_per_token * cfg.ngrams.rows_per_order < 2**31,
-        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
+        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows, contexts' too",
     )
     contexts = cfg.ngrams.contexts
     require(len(set(contexts)) == len(contexts), "ngrams.contexts: name each context once")

@@ -489,12 +489,10 @@ def scale_changes(cfg: tg.Config, stage: int, name: str) -> dict[int, str]:
             tokens = n * cfg.stages[stage].batch_tokens // 4
             changes[tokens] = f"stages.{stage}.batch_tokens={tokens}"
     elif name == "rows":
-        orders = len(cfg.ngrams.orders)
-        tg.require(
-            orders, "--scale rows: there is no n-gram table; name other sizes, or --set ngrams.orders=2,3"
-        )
+        fix = "name other sizes, or --set ngrams.orders=2,3"
+        tg.require(cfg.ngrams.orders, f"--scale rows: there is no n-gram table; {fix}")
         for n in range(14, 25, 2):
-            changes[2**n] = f"ngrams.rows_per_order={2**n // orders}"
+            changes[2**n] = f"ngrams.rows_per_order={2**n // cfg.ngrams.rows_per_token}"
     else:
         # The same number of micro-batches for all: others would pack documents differently.
         microbatches = max(cfg.microbatches, max(PROCESSES))

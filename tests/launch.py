@@ -37,11 +37,12 @@ if "ONEDNN_MAX_CPU_ISA" in os.environ:  # ./test.sh --cpus
 WAIT = 200
 GRACE = 3
 # The cpu preset at a size that takes seconds: all layers and stages. It validates before steps 0, 3 and 6,
-# and at the end; embed is untied after step 5. It has bigram_embed, tests of n-grams set theirs. And all that
+# and at the end; embed is untied after step 5. It has bigram_embed, tests of n-grams set orders. And all that
 # the model can have: the copy pointer, signs, XSA, later targets, prefixes. What another cpu preset may have
 # otherwise is set, too, but for the number of its stages.
 TINY = """
 heads=2 head_dim=8 mlp_dim=32 mix_groups=4 mudd_dim=64 ngrams.orders= bigram_vocab_size=320 padded_vocab=264
+ngrams.contexts=word,above,copy ngrams.lr=0.56
 pointer_dim=8 pointer_window=2560 sign_rows=64 layers.1.xsa=true layers.3.xsa=true window_unit=16
 softcap.scale=30 softcap.shift=0 softcap.span=7.5 attn_scale=0.25 narrow_attn_scale=0.4
 samples=0 microbatches=8 val_slices=3 val_slice_tokens=256 val_every=3 val_windows.short=6 val_windows.long=20

@@ -103,7 +103,8 @@ look_up = tg.GPT.look_up
 
 def whole_ids(model, batch):
     """Hashes the tokens again, for in training a batch has places among what is fetched; looks up signs."""
-    rows, sign_ids = tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams, model.cfg.sign_rows, 0)
+    cfg = model.cfg
+    rows, sign_ids = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams, cfg.sign_rows, cfg.bos_id)
     return rows.long(), model.signs[sign_ids]
 
 

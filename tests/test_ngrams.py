@@ -206,6 +206,8 @@ def test_contexts_have_ranges_of_rows_after_those_of_orders():
     plain, _ = tg.hash_ngrams(tokens, replace(ngrams, contexts=()), 50, BOS)
     assert torch.equal(rows[:2], plain)
     assert rows[3, -1] == rows[3, 8] != rows[3, 7]  # "apple", "apple", "appl"
+    for T in range(1, len(tokens)):  # no row depends on a later token
+        assert torch.equal(tg.hash_ngrams(tokens[:T], ngrams, 50, BOS)[0], rows[:, :T])
 
 
 # ---------------------------------------------------------------------------------------------- the segments

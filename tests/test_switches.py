@@ -73,7 +73,7 @@ SWITCHES |= {
     "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
     "compile": (["compile=true"], ROUNDING),
 }
-NGRAMS = tg.Ngrams(orders=(2, 3), rows_per_order=50, width=12, dtype="float32")
+NGRAMS = tg.Ngrams((2, 3), rows_per_order=50, width=12, dtype="float32", contexts=("word", "above", "copy"))
 PAIRS = [(a, b) for a in SWITCHES for b in SWITCHES if a < b and (a, b) != ("compile", "kernel relu_square")]
 PAIRS = random.Random(6).sample(PAIRS, 5)
 CASES = [pytest.param(("compile", "fp8"), marks=pytest.mark.long)]
@@ -133,6 +133,7 @@ PARTS = {
     "gate": ("layers.*.gate=false", set()),
     "x0": ("layers.*.x0=false", set()),
     "ngram": ("layers.*.ngram=false", set()),
+    "contexts": ("ngrams.contexts=", set()),
     "prefix": ("stages.*.prefix=", set()),
 }
 
