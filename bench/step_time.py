@@ -640,8 +640,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
     add("--stages", metavar="N,...", help="default: all")
     add("--steps", type=int, metavar="N", help="timed in each line, even; default: 20, with --scale 8")
-    against = {"nargs": "+", "action": "extend", "default": [], "metavar": "'NAME=VALUE ...'"}
-    add("--against", **against, help="add a variant for each quoted argument")
+    variants = "'NAME=VALUE ...'"
+    add("--against", nargs="+", action="extend", default=[], metavar=variants, help="a variant each")
     sizes = ",".join(SCALES)
     add("--scale", nargs="?", const=sizes, metavar="NAME,...", help=f"time growing sizes; default: {sizes}")
     try:
