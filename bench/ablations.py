@@ -65,15 +65,13 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "records")]
 import compare
 
 import train_gpt as tg
-from scripts import UserError, make_parser, number, run_script, target
+from scripts import UserError, make_parser, number, run_script, target, tied
 from worth import SHORTER, Side, in_time, paired, time_ratios
 
 TINY = ["length=0.05", "warmup=false", "val_slices=4", "samples=0"]
 BASELINE = "as it is"
 SHORT_BASELINE = f"{SHORTER} of the steps"
 
-# PR_SET_PDEATHSIG, which exec keeps: a run is killed when this script ends, also if that is killed.
-END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 RUNNING: set[subprocess.Popen] = set()
 
 
@@ -138,12 +136,9 @@ def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
     command = [sys.executable, str(script), "--preset", preset]
     command += options
     command += [f"--set={setting}" for setting in settings]
-    launcher = []
-    if sys.platform == "linux":
-        launcher = [sys.executable, "-I", "-c", END_WITH_PARENT]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    child = subprocess.Popen(launcher + command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    child = subprocess.Popen(tied(command), env=environment, stdout=pipe, stderr=pipe, text=True)
     RUNNING.add(child)
     printed, complaints = child.communicate()
     RUNNING.discard(child)

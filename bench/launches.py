@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import gpu_code
 import train_gpt as tg
-from step_time import SingleRankExchange, synthetic_shard
+from step_time import SingleRankExchange, make_parser, run_script, synthetic_shard
 
 # Operations that only make or view tensors.
 NO_LAUNCH = set(
@@ -417,32 +417,30 @@ def check(cfg: tg.Config, world_size: int) -> None:
     h100_backend(cfg)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--preset", choices=tg.PRESETS, default="record")
-    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
-    add("--stage", type=int, default=0)
-    add("--ranks", type=int, default=8)
-    args = parser.parse_args(argv)
-    try:
-        cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
-        with_steps = [i for i, stage in enumerate(cfg.stages) if stage.steps]
-        tg.require(args.stage in with_steps, f"--stage: those with steps are {with_steps}")
-        tg.require(args.ranks >= 1, "--ranks: give 1 or more")
-        check(cfg, args.ranks)
-        print("generates code: takes one to four minutes", flush=True)
-        steps, peak = count_steps(cfg, args.stage, args.ranks)
-    except tg.UserError as error:
-        sys.exit(f"launches.py: error: {error}")
+def run(args: argparse.Namespace) -> None:
+    cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
+    with_steps = [i for i, stage in enumerate(cfg.stages) if stage.steps]
+    tg.require(args.stage in with_steps, f"--stage: those with steps are {with_steps}")
+    tg.require(args.ranks >= 1, "--ranks: give 1 or more")
+    check(cfg, args.ranks)
+    print("generates code: takes one to four minutes", flush=True)
+    steps, peak = count_steps(cfg, args.stage, args.ranks)
     for name, step in zip(("banks only", "all updates"), steps):
         print_line(name, COLUMNS)
         for phase in PHASES + ("all", "outside"):
             print_line(phase, [step[phase, column] for column in COLUMNS])
         print()
     print(f"memory of tensors: at most {peak / 2**30:.1f} GiB")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("launches.py", __doc__)
+    add = parser.add_argument
+    add("--preset", choices=tg.PRESETS, default="record")
+    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
+    add("--stage", type=int, default=0)
+    add("--ranks", type=int, default=8)
+    run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

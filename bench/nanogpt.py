@@ -12,6 +12,7 @@ out. Both losses are nats per character of the last tenth of the text. nanoGPT s
 each, ours as many as its windows allow.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 
 from ablations import compare
-from scripts import make_parser, new_figure, png, save_figure
+from scripts import UserError, make_parser, new_figure, png, run_script, save_figure, tied
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "shakespeare"
@@ -40,7 +41,7 @@ Curve = list[tuple[float, float]]  # seconds of training, loss
 def output_of(command: list[str], folder: Path) -> str:
     """Runs a command; returns what it printed. Its errors go to the screen."""
     print(f"+ {' '.join(command)}", flush=True)
-    return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(tied(command), cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def nanogpt(folder: Path, seed: int) -> Curve:
@@ -96,16 +97,9 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     save_figure(figure, path, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("nanogpt.py", __doc__)
-    parser.add_argument(
-        "nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text"
-    )
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each")
-    parser.add_argument("--picture", type=png, metavar="FILE.png", help="draw all losses over time")
-    args = parser.parse_args(argv)
+def run(args: argparse.Namespace) -> None:
     if not (args.nanogpt / "train.py").exists() or not (DATA / "input.txt").exists():
-        sys.exit("nanogpt.py: clone nanoGPT, and run data/shakespeare.py first")
+        raise UserError("clone nanoGPT, and run data/shakespeare.py first")
     folder = args.nanogpt.resolve()
     shutil.copy(DATA / "input.txt", folder / "data" / "shakespeare_char")  # or prepare.py would download it
     output_of([sys.executable, "data/shakespeare_char/prepare.py"], folder)
@@ -128,6 +122,16 @@ def main(argv: list[str] | None = None) -> None:
     print(f"the cpu preset is at nanoGPT's mean loss, {level:.4f}, after (s): {reached}")
     if args.picture:
         draw(curves, args.picture)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("nanogpt.py", __doc__)
+    parser.add_argument(
+        "nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text"
+    )
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each")
+    parser.add_argument("--picture", type=png, metavar="FILE.png", help="draw all losses over time")
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

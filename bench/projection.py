@@ -631,23 +631,22 @@ def check(cfg: tg.Config) -> None:
     launches.check(cfg, RANKS)
 
 
+def run(args: argparse.Namespace) -> None:
+    changed = {changes: reduce(tg.override, changes.split(), RECORD) for changes in args.what_if}
+    check(RECORD)
+    for cfg in changed.values():
+        check(cfg)
+    rows = Measurements(args.measured)
+    complete = rows.copies and len(rows.steps) > 1
+    tg.require(complete, "--measured: the rows lack copies, or two stages' times, of one rank of 8")
+    print_estimates(changed, rows)
+
+
 def main(argv: list[str] | None = None) -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
+    parser = step_time.make_parser("projection.py", __doc__)
     parser.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
     parser.add_argument("--measured", nargs="+", type=Path, default=[ROWS], metavar="ROWS.jsonl")
-    args = parser.parse_args(argv)
-    try:
-        changed = {changes: reduce(tg.override, changes.split(), RECORD) for changes in args.what_if}
-        check(RECORD)
-        for cfg in changed.values():
-            check(cfg)
-        rows = Measurements(args.measured)
-        complete = rows.copies and len(rows.steps) > 1
-        tg.require(complete, "--measured: the rows lack copies, or two stages' times, of one rank of 8")
-        print_estimates(changed, rows)
-    except (OSError, tg.UserError) as error:
-        sys.exit(f"projection.py: error: {error}")
+    step_time.run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

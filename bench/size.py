@@ -16,6 +16,9 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "data"))
+from scripts import UserError, make_parser, run_script
+
 MAX_COLUMNS, SHOWN = 110, 20
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -54,13 +57,7 @@ def measure_definitions(text: str) -> list[tuple[int, str]]:
     return sorted(sizes, key=lambda size: (-size[0], size[1]))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("files", nargs="*", metavar="FILE", help="default: train_gpt.py")
-    parser.add_argument("--by-function", action="store_true", help="list the largest definitions too")
-    args = parser.parse_args(argv)
+def run(args: argparse.Namespace) -> None:
     for file in args.files or [str(ROOT / "train_gpt.py")]:
         try:
             with tokenize.open(file) as source:  # in the encoding that it declares
@@ -68,12 +65,19 @@ def main(argv: list[str] | None = None) -> None:
             tokens, characters, lines, long_lines = measure(text)
             definitions = measure_definitions(text)
         except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
-            sys.exit(f"size.py: {file} is no Python source: {error}")
+            raise UserError(f"{file} is no Python source: {error}") from None
         counts = f"{tokens} tokens, {characters} characters, {lines} lines, {long_lines} over"
         print(f"{file}: {counts} {MAX_COLUMNS} columns")
         if args.by_function:
             for size, name in definitions[:SHOWN]:
                 print(f"{size:8} {name}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("size.py", __doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="default: train_gpt.py")
+    parser.add_argument("--by-function", action="store_true", help="list the largest definitions too")
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

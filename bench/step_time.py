@@ -81,7 +81,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import train_gpt as tg
-from scripts import make_parser
+from scripts import make_parser, run_script, tied
 from synthetic import draw_documents
 from tokenize_text import shard_header
 
@@ -514,7 +514,7 @@ def time_processes(
     command += ["--set"] + args.settings + changes.split()
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(tied(command), cwd=folder, env=environment, capture_output=True, text=True)
         said = re.findall(r"^train_gpt\.py: error.*", done.stderr, re.M) or [done.stderr]
         tg.require(not done.returncode, f"{count} processes failed: {said[0]}")
         (log,) = Path(folder).glob("records/*/attempts/*.txt")
@@ -644,10 +644,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--against", nargs="+", action="extend", default=[], metavar=variants, help="a variant each")
     sizes = ",".join(SCALES)
     add("--scale", nargs="?", const=sizes, metavar="NAME,...", help=f"time growing sizes; default: {sizes}")
-    try:
-        run(parser.parse_args(argv))
-    except tg.UserError as error:
-        sys.exit(f"step_time.py: error: {error}")
+    run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

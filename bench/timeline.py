@@ -40,6 +40,7 @@ microseconds more. Tested on traces of gloo processes and, of GPUs, on small one
 real ones of one H200.
 """
 
+import argparse
 import gzip
 import itertools
 import json
@@ -55,7 +56,7 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
-from scripts import make_parser, new_figure, png, save_figure
+from scripts import UserError, make_parser, new_figure, number, png, run_script, save_figure
 
 COLOURS = {
     "forward": "tab:blue",
@@ -590,14 +591,7 @@ def draw(traces: list[Trace], path: Path) -> None:
     save_figure(figure, path, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("timeline.py", __doc__)
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
-    parser.add_argument("--picture", type=png, metavar="FILE.png")
-    parser.add_argument("--operations", type=int, metavar="N")
-    args = parser.parse_args(argv)
-    if args.operations is not None and args.operations < 1:
-        parser.error("--operations: give the rows of a table, from 1 on")
+def run(args: argparse.Namespace) -> None:
     try:
         traces = read_traces(tqdm(args.traces, "reading", unit="trace"))
         tables = []
@@ -612,12 +606,20 @@ def main(argv: list[str] | None = None) -> None:
         if args.picture:
             draw(traces, args.picture)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-        sys.exit(f"timeline.py: these are not the traces of a run: {type(error).__name__}: {error}")
+        raise UserError(f"these are not the traces of a run: {type(error).__name__}: {error}") from None
     steps = list(traces[0].steps)
     print(f"steps {steps[0]} to {steps[-1]}, {len(traces)} ranks; milliseconds a step")
     for lines in tables:
         print()
         print("\n".join(lines))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("timeline.py", __doc__)
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
+    parser.add_argument("--picture", type=png, metavar="FILE.png")
+    parser.add_argument("--operations", type=number(int, 1), metavar="N")
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ those of that script. The patches fit that of commit 1cdcaab, whose `bench/trans
 again.
 """
 
+import argparse
 import json
 import typing
 from collections import defaultdict
@@ -21,7 +22,7 @@ import numpy as np
 
 import ablations
 from ablations import compare
-from scripts import make_parser, new_figure, save_figure
+from scripts import make_parser, new_figure, run_script, save_figure
 
 HERE = Path(__file__).resolve().parent
 TRACKS = "cpu", "words"
@@ -296,12 +297,15 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
     save_figure(figure, path, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> None:
-    make_parser("transfer.py", __doc__).parse_args(argv)
+def run(args: argparse.Namespace) -> None:
     effects = all_effects()
     print(report(effects))
     if effects:
         draw(effects, HERE.parent / "docs" / "transfer.png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    run_script(run, make_parser("transfer.py", __doc__), argv)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,17 @@ def run_script(
         sys.exit(130)
 
 
+def tied(command: list[str]) -> list[str]:
+    """Returns `command`, whose process is killed when this script ends, even if this script is killed."""
+    if sys.platform != "linux":
+        return command
+    # PR_SET_PDEATHSIG, which exec keeps.
+    end_with_parent = (
+        "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-I", "-c", end_with_parent, *command]
+
+
 # ---- Outputs -----------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,8 @@
 """Tests bench/size.py on a known snippet."""
 
+import subprocess
+import sys
+
 import pytest
 
 import size
@@ -46,3 +49,9 @@ def test_what_is_no_python_gets_one_line(tmp_path, raw):
     with pytest.raises(SystemExit) as error:
         size.main([str(tmp_path / "a.py")])
     assert str(error.value).startswith(f"size.py: {tmp_path}/a.py ") and "\n" not in str(error.value)
+
+
+def test_a_reader_who_has_enough_ends_it_quietly():
+    shell = f"PYTHONUNBUFFERED=1 {sys.executable} {size.__file__} --by-function | true"
+    ended = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert ended.stderr == ""

@@ -290,7 +290,7 @@ def test_an_operation_s_time_is_its_own(tmp_path, capsys):
 def test_a_table_needs_a_row(tmp_path, capsys):
     with pytest.raises(SystemExit):
         timeline.main([str(tmp_path / "none.json"), "--operations", "0"])
-    assert "from 1 on" in capsys.readouterr().err
+    assert "give a number from 1 " in capsys.readouterr().err
 
 
 # ---- a run of two gloo processes ---------------------------------------------------------------------------
