@@ -7,8 +7,8 @@ A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on Fin
     python train_gpt.py -h
 
 Results
-    cpu preset     1.060 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
-                   runs of 200 steps, 41 s on two cores of an Intel Xeon, PyTorch 2.13
+    cpu preset     1.054 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
+                   runs of 160 steps, 25 s on two cores of an AMD EPYC, PyTorch 2.13
     record preset  no whole run yet. It is the configuration of the public record 92, which took 39.9 s
                    on 8 H100s, with the copy pointer and the schedule of PR 379 (36.0 s); docs/settings.md
                    says what it lacks
@@ -41,9 +41,10 @@ table of records. In shapes, T is the tokens of a micro-batch, d = H * D the mod
 MLP's width, L the layers, V the padded vocabulary, K the targets of a token or the orders of n-grams. Dq and
 Dv are the widths of a head's queries and values. In code, F is torch.nn.functional.
 
-The stream is the residual stream. A bank is a stack of equal matrices, and a rank's block is the part of a
-parameter that it updates. The touched rows of a table are those that a batch looks up. After some steps a
-running average of a parameter ticks: it moves towards the parameter.
+The stream is the residual stream, and x0 its beginning: the tokens' embeddings, smeared and normed. A bank
+is a stack of equal matrices, and a rank's block is the part of a parameter that it updates. The touched rows
+of a table are those that a batch looks up. After some steps a running average of a parameter ticks: it moves
+towards the parameter.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ class Layer:
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
     x0: bool = False  # a gated share of x0 is added to the stream
-    ngram: bool = False  # so is one of the n-grams; in layer 0 before attention reads the stream
+    # A gated share of the n-grams' sum is added to the stream; in layer 0 before attention reads it.
+    ngram: bool = False
     mlps: int = 1  # how many; all read the same input
     # MUDD: a small MLP computes weights for each token. Earlier streams, times these weights, are added to
     # this layer's values and to its stream.
@@ -204,9 +206,12 @@ class ParamSpec:
     wd_mul: float = 1.0
     # small: autograd sums the gradient. Small parameters with equal betas, dtype, update_every and reduction
     #     are exchanged and updated as one vector.
-    # matmul: the backwards of matrix products sum the gradient in main_grad.
-    # bank: the same for a stack of matrices, padded so that each rank owns equally many.
-    # tokens, hashed: a table, of which a token or a bigram's hash selects rows.
+    # matmul: lm_head, whose gradient the head's backward sums in main_grad.
+    # bank: a stack of matrices, padded so that each rank owns equally many. The backwards of matrix products
+    #     sum its gradient in main_grad. GPT.layer_weights() gives its matrices to the layers.
+    # tokens: a table, of which each token selects a row. GPT.trunk finds the rows in looked_up[name].
+    # hashed: bigram_embed, of which a bigram's hash selects a row.
+    # Only small parameters may be read as self.NAME in the model: those of other kinds get no gradient there.
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
@@ -232,7 +237,7 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 # fmt: off
 Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
-# Gradients are exchanged in this order: after those of n-grams, and before the small parameters'.
+# Gradients are exchanged in this order: the n-grams' come first, and the small parameters' last.
 PARAMS = (
     #     name              lr_mul wd_mul kind      exchange
     Bank("qk_bank"),
@@ -242,8 +247,7 @@ PARAMS = (
     ParamSpec("scalars",          5.00,   0, dtype="float32"),
     ParamSpec("smear_gate",       0.01,   0),
     ParamSpec("ve_gate_bank",     1.00,   1),
-    # Two small MLPs each. mudd: [0] weighs streams for the layer with MUDD, [1] for the mix before the head.
-    # mudd_gate: [0] computes the gates of the layers up to skip_from, [1] those of the layers after it.
+    # Two small MLPs each, which compute weights of streams, and gates (see TO_LAYER).
     ParamSpec("mudd_w1",          0.25,   1),
     ParamSpec("mudd_w2",          0.25,   1),
     ParamSpec("mudd_b2",          0.25,   0),
@@ -357,7 +361,7 @@ class Config:
     target: float = 3.28  # mean validation loss, nats per token, that a record must reach
     val_slice_tokens: Positive = 262144  # one validation forward
     val_slices: Positive = 40
-    val_every: int = 250  # steps; 0: only at the end
+    val_every: int = 250  # validate before step 0 and after every so many, and at the end; 0: only there
     # the model
     vocab_size: Positive = 50257
     # Rows of embedding tables and columns of the head; those of padding train like the rest.
@@ -431,8 +435,8 @@ class Config:
     # Of all parameters but banks, by Adam:
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
-    adam_wd: float = 0.005
-    # Of banks, by ANVIL, down to fast_weight:
+    adam_wd: float = 0.005  # a step's decay is adam_wd * ParamSpec.wd_mul * (the rate)^2
+    # Of banks, parameters of that kind, by ANVIL, down to fast_weight:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -696,7 +700,12 @@ def scheduled_momentum(cfg: Config, step: int) -> float:
 
 
 def plan_step(cfg: Config, step: int) -> StepPlan:
-    """Returns what step `step` (from 0) does."""
+    """Returns what step `step` (from 0) does.
+
+    A new value that depends on the step is a field of StepPlan, set here. If the forward or the backward
+    reads it, it is an argument of forward_backward, too; and if another value needs another compilation, it
+    is a part of warmup_steps' `kind`.
+    """
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
     stage = cfg.stages[index]
@@ -758,7 +767,7 @@ def warmup_steps(cfg: Config) -> list[range]:
     stage, of the number of sampled columns, or of whether prefixes count or updates are late.
 
     From the last stage's start on four: the first two untie embed, the others update it on its own. All begin
-    at even steps, so that what the first ones overwrite or add to is what they do in a run.
+    at even steps, if need be one earlier: then gradients overwrite or add to those before as in the run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -834,6 +843,7 @@ def compiler_of(cfg: Config) -> Callable | None:
         return None
     torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
     # These arguments of GPT.trunk vary without a new graph; only dense attention needs one for each window.
+    # Another size or number that varies by step must be named here, or each of its values compiles anew.
     torch.compiler.config.dynamic_sources = r"L\['(looked_up|sequence|windows)'\].*"
 
     @cache
@@ -938,7 +948,8 @@ class Batch(NamedTuple):
 class MicroBatch(NamedTuple):
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    hashed_rows: Tensor  # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table
+    # (K, T) int32, K for each token: rows of bigram_embed (K = 1), or of the n-gram table
+    hashed_rows: Tensor
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
     # (n,) int32: 0, the ends of the documents or of the pieces that attention cuts them into, then T, which
     # repeats up to a fixed length
@@ -999,22 +1010,22 @@ def train_step(
 
     `next_batch()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
-    plan, params = batch.plan, optimizer.params
+    plan = batch.plan
     count = len(batch.micro_batches)
-    model.use_stage(plan.stage)
+    model.use_rotary(plan.stage)
     optimizer.begin(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
     mlps_fp8 = None
-    if model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks:
+    if model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.bank_names:
         mlps_fp8 = model.convert_mlps_to_fp8(plan.fp8_exact)
 
     losses = []
     for micro_batch in batch.micro_batches:
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
-        args = model, params, micro_batch, plan.windows, plan.prefix > 0, 1 / count, mlps_fp8
+        args = model, optimizer, micro_batch, plan.windows, plan.prefix > 0, 1 / count, mlps_fp8
         loss, row_grads = model.graphs.run(optimizer.written(), forward_backward, *args)
-        for param in params.values():
+        for param in optimizer.params.values():
             param.end_backward()
         optimizer.add_rows(row_grads, segments, model.signs)
         # For the log alone: gradients are those of the sum over a micro-batch's tokens.
@@ -1030,24 +1041,24 @@ def train_step(
 
 def forward_backward(
     model: GPT,
-    params: dict[str, typing.Any],
+    optimizer: Optimizer,
     micro_batch: MicroBatch,
     windows: dict[str, int],
     with_prefix: bool,
     loss_share: float,
     mlps_fp8: FP8MLP | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Runs a micro-batch's forward and backward, which gives gradients to Optimizer.params.
+    """Runs a micro-batch's forward and backward, which gives gradients to optimizer.params.
 
-    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: the factor 1 /
-    micro-batches that all of them contain. Returns the weighted sum of losses, 0-d, and by table the
-    gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument, or
+    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: the factor that
+    all of them contain, 1 / this rank's micro-batches. Returns the weighted sum of losses, 0-d, and by table
+    the gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument, or
     CUDAGraphs would replay what it was.
     """
     cfg = model.cfg
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
-    x = model.forward(looked_up, micro_batch, windows, params, mlps_fp8)  # (T, d)
+    x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), mlps_fp8)  # (T, d)
     prefixes = model.prefixes if with_prefix else None
     targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
     pointer_probs = None
@@ -1062,7 +1073,7 @@ def forward_backward(
         x,
         targets,
         micro_batch.loss_weights,
-        params["lm_head"],
+        optimizer.params["lm_head"],
         loss_share=loss_share,
         sampled_columns=micro_batch.sampled_columns,
         pointer_probs=pointer_probs,
@@ -1105,7 +1116,7 @@ def validate(
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(int32(NO_ROWS))
+            model.ngrams.fetch(int32(NO_INT32))
     return exchange.all_reduce(losses).wait().mean().item()
 
 
@@ -1146,7 +1157,9 @@ class AsyncLoss:
 
 
 class Gate(NamedTuple):
-    kind: str  # xsa, output, x0, ngram, skip
+    # xsa (behind a tanh), output, x0, ngram, or skip (times a learned factor). The layer's part that uses it
+    # finds it as gates[kind, layer].
+    kind: str
     layer: int
     columns: int  # one, or one a head
     bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
@@ -1182,7 +1195,7 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
 
 # A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
 # products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
-# outputs.
+# outputs. GPT.scalars has two numbers for each layer, then those of the smear and of the skip.
 LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
 
 
@@ -1208,6 +1221,12 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
         used.append(scalars)
     return used
 
+
+# The parameters of two small MLPs are stacked along their first axis.
+# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
+TO_LAYER, TO_HEAD = 0, 1
+# "mudd_gate" computes gates, of all kinds: of the layers up to skip_from, and of those after it.
+EARLY, LATE = 0, 1
 
 MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
@@ -1242,7 +1261,7 @@ def mix_streams(cfg: Config) -> dict[str, float]:
     return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
 
 
-def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
+def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     gates: tuple[list[float], list[float]] = ([], [])
     for biases, table in zip(gates, gate_table(cfg)):
@@ -1304,17 +1323,16 @@ def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     value_gates = sum(layer.value and not layer.mudd for layer in attending)
     bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
     # The mix before the head weighs each stream as a whole and by groups of its channels.
-    biases = mlp_biases(cfg)
+    biases = small_mlp_biases(cfg)
     streams = len(mix_streams(cfg))
     mudd_biases = max(len(MUDD_WEIGHTS), streams)
     mudd_outputs = max(len(MUDD_WEIGHTS), streams * (1 + cfg.mix_groups))
     mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
     gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
     gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
-    pointer = cfg.pointer_dim
     zeros = constant(0.0)
-    # Of each layer the factors of its QKV and of its output products. Then the factor of the smear, and the
-    # skip's before its sigmoid.
+    # Of each layer the factors of its QKV and of its output products; only values feel the first, as queries
+    # and keys are normed. Then the factor of the smear, and the skip's before its sigmoid.
     scalars = [0.5, 1.0] * L + [0.0, -1.5]
     return {
         "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
@@ -1333,9 +1351,9 @@ def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
         "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
         "post_lambdas": ((L, 2), constant(1.0)),
         "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
-        "pointer_bank": ((2, pointer, d), uniform(1.0, d)),
-        "pointer_gain": ((min(1, pointer),), constant(1.0)),
-        "pointer_sink": ((pointer,), normal(max(1, pointer) ** -0.5)),
+        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
+        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
+        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
         "lm_head": ((d, V), normal(0.005)),
         "bigram_embed": ((bigrams, d), zeros),
         "value_embeds": ((V, value_tables, d), normal(0.01)),
@@ -1432,7 +1450,7 @@ class GPT(nn.Module):
         self.micro_batch_buffer = cache(torch.empty)
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.gate_table = gate_table(cfg)
-        self.mlp_biases = mlp_biases(cfg)
+        self.small_mlp_biases = small_mlp_biases(cfg)
         self.mix_streams = mix_streams(cfg)
         self.register_parameters(world_size)
         self.register_constants()
@@ -1440,26 +1458,26 @@ class GPT(nn.Module):
         self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
             self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
-        self.stage = -1
-        self.use_stage(0)
+        self.rotary_stage = -1
+        self.use_rotary(0)
         self.initialize(seed)
 
     def register_parameters(self, world_size: int) -> None:
         """Allocates the rows of PARAMS that this model uses, as zeros."""
         cfg = self.cfg
         shapes = param_shapes(cfg, world_size)
-        self.banks = []
+        self.bank_names = []
         self.token_tables = []
         for spec in used_params(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
             zeros = torch.zeros(shapes[spec.name], dtype=dtype, device=self.device)
             self.register_parameter(spec.name, nn.Parameter(zeros))
             if spec.kind == "bank":
-                self.banks.append(spec.name)
+                self.bank_names.append(spec.name)
             elif spec.kind == "tokens":
                 self.token_tables.append(spec.name)
-        # The table that ngram_sums() reads: a parameter, or the NgramTable.
-        self.ngram_table = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
+        # The name of the table that ngram_sums() reads: of a parameter, or of Optimizer.ngrams.
+        self.ngram_key = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
 
     def register_constants(self) -> None:
         """Allocates what is computed from the config or the data, and not trained."""
@@ -1523,7 +1541,7 @@ class GPT(nn.Module):
         width). In training the rows of n-grams are in the table's cache, and autograd leaves its gradients
         in the `grad` of what is returned; outside it rows of n-grams are fetched first.
         """
-        found = {self.ngram_table: self.ngram_sums(micro_batch, training)}
+        found = {self.ngram_key: self.ngram_sums(micro_batch, training)}
         for name in self.token_tables:
             table = getattr(self, name)
             rows = F.embedding(micro_batch.inputs, table.flatten(1))
@@ -1539,7 +1557,7 @@ class GPT(nn.Module):
         frequent ones (PR 201).
         """
         ids = micro_batch.hashed_rows
-        if self.ngram_table == "bigram_embed":
+        if self.ngram_key == "bigram_embed":
             rows = self.bigram_embed
         elif training:
             rows, ids = self.ngrams.cache, micro_batch.slots
@@ -1556,17 +1574,16 @@ class GPT(nn.Module):
         looked_up: dict[str, Tensor],
         micro_batch: MicroBatch,
         windows: dict[str, int],
-        params: dict[str, typing.Any] | None = None,
+        banks: dict[str, Weight] | None = None,
         mlps_fp8: FP8MLP | None = None,
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
-        windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
-        autograd. With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in FP8.
+        windows: tokens, by name. banks: Optimizer.banks(); without it the banks' gradients are autograd's.
+        With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in FP8.
         """
-        banks = {}
-        for name in self.banks:
-            banks[name] = params[name].weight() if params else Weight(getattr(self, name))
+        if banks is None:
+            banks = {name: Weight(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
         return compiled(GPT.trunk)(self, looked_up, sequence, windows, banks, mlps_fp8)
 
@@ -1585,7 +1602,7 @@ class GPT(nn.Module):
         cfg = self.cfg
         embed = looked_up["embed"]
         T, d = embed.shape
-        ngram = looked_up[self.ngram_table]  # (T, width)
+        ngram = looked_up[self.ngram_key]  # (T, width)
         ngram = F.pad(ngram, (0, d - ngram.size(1)))  # (T, d)
         value_embeds: Sequence[Tensor] = ()  # (T, d) each
         if "value_embeds" in looked_up:
@@ -1593,7 +1610,7 @@ class GPT(nn.Module):
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
-        gates = self.gates(0, x0)
+        gates = self.gates(EARLY, x0)
         x = x0
         if cfg.layers[0].ngram:
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
@@ -1616,6 +1633,7 @@ class GPT(nn.Module):
             added: list[Term] = []  # to the stream, before the MLPs
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else saved["normed backout"]
+                # After h: MUDD changes the stream and adds to the values, but queries and keys read h.
                 if layer.mudd:
                     saved["mudd"] = x
                     x, w, added = self.mudd_connections(x, w, saved)
@@ -1636,12 +1654,12 @@ class GPT(nn.Module):
             x = mix([(w.scalars.resid_mlp, x), *added])
             if i == cfg.skip_from:
                 saved["skip"] = x
-                gates |= self.gates(1, x)
+                gates |= self.gates(LATE, x)
             if i == cfg.backout_from:
                 saved["backout"] = x
                 saved["normed backout"] = norm(x)
         streams = [saved[name] for name in self.mix_streams]
-        return final_norm(x, self.small_mlp("mudd", 1, x), streams)
+        return final_norm(x, self.small_mlp("mudd", TO_HEAD, x), streams)
 
     def layer_weights(
         self, banks: dict[str, Weight], value_embeds: Sequence[Tensor], mlps_fp8: FP8MLP | None, T: int
@@ -1707,7 +1725,7 @@ class GPT(nn.Module):
         Returns the layer's stream; its weights, with other values and with scalars for each token; and what
         is added to the stream with attention's output.
         """
-        outputs = self.small_mlp("mudd", 0, x)[:, :, None]  # (weights, T, 1)
+        outputs = self.small_mlp("mudd", TO_LAYER, x)[:, :, None]  # (weights, T, 1)
         m = dict(zip(MUDD_WEIGHTS, outputs.unbind()))
         first, backout = saved["first"], saved["backout"]
         left, right = w.value_embed.chunk(2, 1)
@@ -1815,14 +1833,14 @@ class GPT(nn.Module):
     def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        Without weights they are constants, (k, 1). In the second "mudd" only the first have biases: the
-        weights by groups of channels have none. MUDD:
-        Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
+        Without weights they are constants, (k, 1). TO_HEAD, only the first have biases: the weights by groups
+        of channels have none. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in
+        record 85.
         """
-        biases = len(self.mlp_biases[name][i])
+        biases = len(self.small_mlp_biases[name][i])
         scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
         without_bias = 0
-        if (name, i) == ("mudd", 1):
+        if (name, i) == ("mudd", TO_HEAD):
             without_bias = self.cfg.mix_groups * biases
         out = getattr(self, f"{name}_b2")[i, :biases]
         out = F.pad(out, (0, without_bias))[:, None]  # (k, 1)
@@ -1841,7 +1859,7 @@ class GPT(nn.Module):
         x: Tensor,
         targets: Tensor,
         loss_weights: Tensor,
-        head: Head,
+        head: LMHead,
         loss_share: float,
         sampled_columns: Tensor | None = None,
         pointer_probs: PointerProbs | None = None,
@@ -1851,8 +1869,8 @@ class GPT(nn.Module):
             logits = x @ lm_head;  dx = dlogits @ lm_head.T;  lm_head's gradient += x.T @ dlogits
 
         x (T, d); targets (T, K) int64; loss_weights (K,). Memory holds one chunk's logits and their gradient
-        at a time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share`, 1 /
-        micro-batches, is in `loss_weights` already: FP8 gradients are scaled with it, too.
+        at a time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share`, 1 / this
+        rank's micro-batches, is in `loss_weights` already: FP8 gradients are scaled with it, too.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
@@ -1887,9 +1905,9 @@ class GPT(nn.Module):
                 logits = fp8_matmul(x8[rows], w8_T.T, (x_scale, w_scale), x8.dtype, fast=True)
             else:
                 logits = x[rows] @ w
-            probs = None if pointer_probs is None else pointer_probs.part(rows)
+            chunk_pointer = None if pointer_probs is None else pointer_probs.part(rows)
             chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
-                logits, targets[rows], loss_weights, fp8_scale, probs, self.cfg.softcap
+                logits, targets[rows], loss_weights, fp8_scale, chunk_pointer, self.cfg.softcap
             )
             losses.append(chunk_losses)
             del logits  # before the next chunk's
@@ -1920,17 +1938,17 @@ class GPT(nn.Module):
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         cfg = self.cfg
         x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
+        pointer_probs = None
         if cfg.pointer_dim:
             pointer_inputs = self.pointer_inputs(x)
             probs, _ = self.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_val_window)
+            pointer_probs = PointerProbs(probs, self.gate_column)
         losses = []
         for i in range(0, len(x), cfg.head_chunk):
             rows = slice(i, i + cfg.head_chunk)
-            pointer_probs = None
-            if cfg.pointer_dim:
-                pointer_probs = PointerProbs(probs[:, rows], self.gate_column)
+            chunk_pointer = None if pointer_probs is None else pointer_probs.part(rows)
             logits = x[rows] @ self.lm_head
-            losses.append(next_token_losses(logits, micro_batch.targets[rows], pointer_probs, cfg.softcap))
+            losses.append(next_token_losses(logits, micro_batch.targets[rows], chunk_pointer, cfg.softcap))
         return torch.cat(losses)
 
     @torch.no_grad()
@@ -1943,7 +1961,7 @@ class GPT(nn.Module):
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
-        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), cfg)), self.device)
+        micro_batch = move(pack(make_micro_batch(text, NO_INT32, len(tokens), cfg)), self.device)
         looked_up = self.look_up(micro_batch, training=False)
         x = self.forward(looked_up, micro_batch, window_tokens(cfg, cfg.val_windows))
         z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
@@ -1988,19 +2006,19 @@ class GPT(nn.Module):
 
     # -------------------------------------------------------------------------------------- rotary embedding
 
-    def use_stage(self, stage: int) -> None:
+    def use_rotary(self, stage: int) -> None:
         """Takes a stage's rotary tables: wide heads follow the long windows, narrow ones the short.
 
         Later stages' overwrite the first one's: their addresses never change.
         """
-        if stage == self.stage:
+        if stage == self.rotary_stage:
             return
         wide = self.rotary_family(stage, "long", self.cfg.attn_scale)
         narrow = self.rotary_family(stage, "short", self.cfg.narrow_attn_scale)
-        if self.stage < 0:
+        if self.rotary_stage < 0:
             self.rotary_wide, self.rotary_narrow = wide, narrow
         torch._foreach_copy_([*self.rotary_wide, *self.rotary_narrow], [*wide, *narrow])
-        self.stage = stage
+        self.rotary_stage = stage
 
     def rotary_family(self, stage: int, window: str, scale: float) -> RotaryFamily:
         """Computes cos and sin, and the softmax scale, adapted to a window of every stage so far.
@@ -2013,7 +2031,7 @@ class GPT(nn.Module):
         cfg, device = self.cfg, self.device
         exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
         freq = (1 / 1024) ** exponents  # radians a position
-        windows = [window_tokens(cfg, stage.windows)[window] for stage in cfg.stages]
+        windows = [window_tokens(cfg, each.windows)[window] for each in cfg.stages]
         for old, new in zip(windows[:stage], windows[1:]):
             turns = old * freq / (2 * math.pi)
             ratio = old / new
@@ -2102,6 +2120,7 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
     """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
 
+    For a weight in x w^T, a is the output's gradient and b is x; for one in x w, a is x.
     The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
     added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
     """
@@ -2227,7 +2246,7 @@ def norm(x: Tensor) -> Tensor:
 
     Reduced in at least fp32.
     """
-    if not is_eager_fp32(x):
+    if not is_eager_fp32(x):  # otherwise an edit is one of Norm
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     return Norm.apply(x)
 
@@ -2255,7 +2274,7 @@ def mix(terms: Sequence[Term]) -> Tensor:
     (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
     n-grams, each layer can lean on the input again (record 9).
     """
-    if not is_eager_fp32(terms[0][1]):
+    if not is_eager_fp32(terms[0][1]):  # otherwise an edit is one of Mix
         scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
     return Mix.apply(*chain(*terms))
@@ -2304,6 +2323,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---- Attention ---------------------------------------------------------------------------------------------
+
+# Three forms of one formula: FlashAttention on GPUs, BlockAttention on CPUs, and scaled_dot_product_attention
+# in dense_attention where code is compiled. Other scores need an edit of each.
 
 
 def dense_attention(
@@ -2463,7 +2485,8 @@ def tile_offsets(rows, cols, M, N):
 def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
     """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
 
-    Sums are fp32. Rows after the last one become others, and are not stored.
+    Sums are fp32. Rows beyond M and N wrap around, so that loads stay inside a and b. The caller's mask drops
+    their products.
     """
     k = tl.arange(0, BLOCK_K)
     left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
@@ -2612,8 +2635,11 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
 
 
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is relu_square_grad, by hand: an
-    edit of one needs one of the other.
+    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
+
+    Another activation needs the same edit here, in relu_square_grad and in relu_square_grad_bf16, then runs
+    with --set fp8_mlp=false and without the kernel relu_square. With these also edit relu_square_fp8 and
+    relu_square_kernel.
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
@@ -2646,6 +2672,9 @@ FP8_SCALES = {
     "square": (RESULT, 0),
     "da": (RESULT, 1),
 }
+# For kernels: how many scales lie before these rows.
+WEIGHT_AT = tl.constexpr(2 * WEIGHT)
+RESULT_AT = tl.constexpr(2 * RESULT)
 
 
 class FP8MLP(NamedTuple):
@@ -2734,14 +2763,14 @@ def relu_square_kernel(
         # The scales of a, b and the result are the rows of FP8_SCALES, in the column of the forward or of the
         # backward; that of `square` is the result's of the forward.
         scale = scales if square is None else scales + SCALE_STEP
-        product *= tl.load(scale) * tl.load(scale + 2 * SCALE_STEP)
+        product *= tl.load(scale) * tl.load(scale + WEIGHT_AT * SCALE_STEP)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(scales + 4 * SCALE_STEP)
+            squares *= tl.load(scales + RESULT_AT * SCALE_STEP)
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -2749,7 +2778,8 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        store_fp8(result * (1 / tl.load(scale + 4 * SCALE_STEP)), out, out_T, rows, cols, M, N, FP8_MAX)
+        codes = result * (1 / tl.load(scale + RESULT_AT * SCALE_STEP))
+        store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
 
@@ -2776,7 +2806,7 @@ def launch_relu_square(
     relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
 
 
-NO_FP8 = None, None, 0, None, 0
+NO_FP8 = None, None, 0, None, 0  # out_T, scales, SCALE_STEP, amax, amax_index
 
 
 def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
@@ -2803,6 +2833,9 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 
 # ---- Softcapped cross-entropy, also of a mixture with the copy pointer -------------------------------------
 
+# The loss is computed in four places: softcap_loss and its kernel in training, next_token_losses in
+# validation, GPT.next_token_probs for samples. Another formula needs an edit of each.
+
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
     """Returns the capped logits divided by the cap's scale, in at least fp32."""
@@ -2817,7 +2850,8 @@ class PointerProbs(NamedTuple):
     grad: Tensor | None = None  # (2, n): where softcap_loss writes the gradient of `probs`
 
     def part(self, n: slice) -> PointerProbs:
-        return self._replace(probs=self.probs[:, n], grad=self.grad[:, n])  # type: ignore[index]
+        grad = None if self.grad is None else self.grad[:, n]
+        return self._replace(probs=self.probs[:, n], grad=grad)
 
 
 PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
@@ -3537,7 +3571,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
 class Optimizer:
     """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
 
-    Gradients are exchanged in the order of `updated`: n-grams', then in the order of cfg.params, small
+    Gradients are exchanged in the order of `trainables`: n-grams', then in the order of cfg.params, small
     parameters' last. Updates are done by update_order.
 
     Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
@@ -3561,9 +3595,9 @@ class Optimizer:
             name, tensors = f"small_{i}", [params[spec.name] for spec in group]
             self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
         self.ngrams = make_ngram_table(cfg, exchange)
-        self.updated: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
+        self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
-            self.updated = {"ngrams": self.ngrams} | self.updated
+            self.trainables = {"ngrams": self.ngrams} | self.trainables
         self.begun: Batch | None = None
         self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
         self.last_plan: StepPlan | None = None  # of the last step, whose averages have not ticked yet
@@ -3584,10 +3618,17 @@ class Optimizer:
     def add_rows(self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
         for name, grads in row_grads.items():
-            self.updated[name].add_rows(grads, segments, signs)
+            self.trainables[name].add_rows(grads, segments, signs)
+
+    def banks(self) -> dict[str, Weight]:
+        """Returns the banks, by name, as matrix products take them."""
+        return {name: param.weight() for name, param in self.params.items() if param.spec.kind == "bank"}
 
     def written(self) -> tuple[bool, ...]:
-        """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there."""
+        """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there.
+
+        A backward reads this on the host, so a CUDA graph is of one such state.
+        """
         dense = [param for param in self.params.values() if isinstance(param, DenseParam)]
         return tuple(bool(param.written) for param in dense)
 
@@ -3595,40 +3636,40 @@ class Optimizer:
     def step(self, plan: StepPlan, next_batch: Callable[[], Batch | None] = lambda: None) -> None:
         """Updates what is due. `next_batch()`: the next batch; its n-grams are fetched after their update.
 
-        wait() must have been called since the step before. Mean gradients exist only here, item rank's block
-        of them.
+        wait() must have been called since the step before. Mean gradients exist only here, and of each only
+        this rank's block.
         """
-        assert not any(item.in_flight for item in self.updated.values())
+        assert not any(trainable.in_flight for trainable in self.trainables.values())
         head, embed = self.params.get("lm_head"), self.params.get("embed")
         for table in self.params.values():  # begin() below replaces self.routes by those of the next batch
             if isinstance(table, TableParam):
                 table.routes = self.routes.get(table.name)
-        due = [item for item in self.updated.values() if item.is_due(plan)]
+        due = [trainable for trainable in self.trainables.values() if trainable.is_due(plan)]
 
         # Scatter. While embed is tied, its gradient is a part of lm_head's.
         if plan.tied:
-            due = [item for item in due if item is not embed]
+            due = [trainable for trainable in due if trainable is not embed]
             if head in due:
                 head.add_grad_of(embed)
         mean_grads = {}
-        for item in due:
-            with traced(f"exchange {item.name}"):
-                mean_grads[item.name] = item.scatter()
+        for trainable in due:
+            with traced(f"exchange {trainable.name}"):
+                mean_grads[trainable.name] = trainable.scatter()
 
         self.tick()  # while the gradients are on their way
 
         # Work, and gather.
         with traced("update"):
-            for item in sorted(due, key=lambda item: item.update_order):
-                grad = mean_grads.pop(item.name).wait()
-                with traced(f"update {item.name}"):
-                    item.update(grad, plan)
-                item.clear()
-                if item is self.ngrams:
+            for trainable in sorted(due, key=lambda trainable: trainable.update_order):
+                grad = mean_grads.pop(trainable.name).wait()
+                with traced(f"update {trainable.name}"):
+                    trainable.update(grad, plan)
+                trainable.clear()
+                if trainable is self.ngrams:
                     self.begin(next_batch())
                 else:
-                    item.gather()
-                if plan.tied and item is head:
+                    trainable.gather()
+                if plan.tied and trainable is head:
                     head.copy_to(embed)
 
         if plan.untie:
@@ -3638,8 +3679,8 @@ class Optimizer:
     @torch.no_grad()
     def wait(self) -> None:
         """Ends all gathers, and the fetch of n-grams, that are under way."""
-        for item in self.updated.values():
-            item.wait()
+        for trainable in self.trainables.values():
+            trainable.wait()
 
     def gather_all(self) -> None:
         for param in self.params.values():
@@ -3667,8 +3708,8 @@ class Optimizer:
     def drop_grads(self) -> None:
         """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
         self.wait()
-        for item in self.updated.values():
-            item.drop_grad()
+        for trainable in self.trainables.values():
+            trainable.drop_grad()
         self.begun = None
         self.last_plan = None
 
@@ -3708,12 +3749,12 @@ class Optimizer:
 class RunningAverage(NamedTuple):
     """The running average of a parameter's block that a row of Config.averages asks for."""
 
-    row: int  # its number; StepPlan.average_rates[row] is how far it moves after a step
+    number: int  # StepPlan.average_rates[number] is how far it moves after a step
     spec: WeightAverage
     value: Tensor
 
 
-class Updated:
+class Trainable:
     """What the optimizer updates: a parameter that is spread over ranks, or the table of n-grams.
 
     main_grad is the gradient, summed from one update to the next, over micro-batches and steps. Each subclass
@@ -3745,7 +3786,7 @@ class Updated:
             pending.wait()
 
 
-class ShardedParam(Updated):
+class ShardedParam(Trainable):
     """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
     rule's state and the averages of that block.
 
@@ -3766,10 +3807,10 @@ class ShardedParam(Updated):
         self.rule = OPTIMIZERS[spec.optimizer]
         self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
         self.averages = []
-        for row, average in enumerate(cfg.averages):
+        for i, average in enumerate(cfg.averages):
             if spec.name in average.params and tick_rates(average, cfg.steps):
                 value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
-                self.averages.append(RunningAverage(row, average, value))
+                self.averages.append(RunningAverage(i, average, value))
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward.
@@ -3797,16 +3838,18 @@ class ShardedParam(Updated):
             self.in_flight = self.exchange.gather(self.name, self.p.detach())
 
     def tick(self, rates: tuple[float, ...]) -> None:
-        """Moves averages towards the block, by StepPlan.average_rates."""
+        """Moves averages towards the block, by StepPlan.average_rates. Mantissas of bf16 blocks are ignored,
+        here and in apply_averages.
+        """
         for average in self.averages:
-            rate = rates[average.row]
+            rate = rates[average.number]
             if rate:
                 average.value.mul_(1 - rate).add_(self.block, alpha=rate)
 
     def apply_averages(self) -> None:
         """Moves the parameter to its averages, and restores its norm if they keep it. Waits.
 
-        Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
+        Every write rounds to the parameter's dtype.
         """
         if not self.averages:
             return
@@ -3944,7 +3987,7 @@ class SparseTable(TableParam):
         self.exchange.block(self.main_grad).index_fill_(0, touched, 0)
 
 
-class Head(DenseParam):
+class LMHead(DenseParam):
     """lm_head. Until the untie step embed is its transpose: lm_head gets embed's gradient, too, and embed a
     copy of its values.
     """
@@ -4010,7 +4053,7 @@ def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tenso
     return routes, int32(slots)
 
 
-class NgramTable(Updated):
+class NgramTable(Trainable):
     """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
@@ -4102,7 +4145,7 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
 # By ParamSpec.kind and ParamSpec.exchange; small parameters are packed.
 CLASSES: dict[tuple[str, str], Callable] = {
     ("bank", "reduce_scatter"): DenseParam,
-    ("matmul", "reduce_scatter"): Head,
+    ("matmul", "reduce_scatter"): LMHead,
     ("tokens", "reduce_scatter"): TableParam,
     ("hashed", "reduce_scatter"): TableParam,
     ("tokens", "sparse"): SparseTable,
@@ -4121,13 +4164,17 @@ class UpdateRule(NamedTuple):
 
     The gradient is the mean over micro-batches and ranks of the loss's, which is a sum over tokens; it is
     summed over the steps since the last update. ANVIL keeps the lower halves of a bf16 block's fp32 numbers
-    in its state (split_mantissa); Adam rounds to the block's dtype. check_updates() says which parameters can
-    have which rule.
+    in its state (split_mantissa); Adam rounds to the block's dtype.
+
+    The state of small parameters gets "muls", their factors of the rate and of decay. In the state of lm_head
+    and embed all but 0-d tensors have the block's shape, since untie() transposes them.
     """
 
     init: Callable  # (block, its ParamSpec, dtype of moments, index of its first row) -> state
     # (block, gradient, state, its ParamSpec, plan, cfg): updates block and state in place.
     update: Callable
+    unused: tuple[str, ...] = ()  # fields of ParamSpec that it does not read
+    only_banks: bool = False
 
 
 def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
@@ -4154,12 +4201,12 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
     the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["muls"], if it is
     there, are factors of step_size and decay, of each entry of p.
     """
-    t = state["steps"].add_(1).item()
+    updates = state["steps"].add_(1).item()
     interval_ratio = plan.interval_ratio(spec.update_every)
     beta1 = spec.betas[0] ** interval_ratio
     beta2 = spec.betas[1] ** interval_ratio
     lr = cfg.adam_lr * plan.lr_mul * spec.lr_mul
-    step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+    step_size = lr * math.sqrt(1 - beta2**updates) / (1 - beta1**updates)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * interval_ratio)
     dtype = state["exp_avg"].dtype
     tensors = {"p": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "grad": grad}
@@ -4249,8 +4296,8 @@ def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]
     A: the Gram matrices of x. Their traces are the squared norms, so no pass over x computes those.
     """
     trace = upcast(A.diagonal(dim1=-2, dim2=-1)).sum(-1)[:, None, None]
-    norm = margin * trace.sqrt() + 1e-6
-    return (x / norm).to(x.dtype), (A / norm.square()).to(A.dtype)
+    divisor = margin * trace.sqrt() + 1e-6
+    return (x / divisor).to(x.dtype), (A / divisor.square()).to(A.dtype)
 
 
 def orthogonalize(x: Tensor, margin: float) -> Tensor:
@@ -4300,7 +4347,8 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
         x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
         p = p - r x - decay r p [slow_momentum p >= 0],  r = lr * matrix_lr_mul
 
-    with names of a matrix's state; lr contains sqrt(max(1, rows / cols)).
+    with names of a matrix's state. lr = bank_lr times the scheduled lr_mul, ParamSpec.lr_mul and sqrt(max(1,
+    rows / cols)). decay = bank_wd wd_mul bank_lr lr_mul, so that decay follows the square of the schedule.
     """
     dtype = state["slow_momentum"].dtype
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
@@ -4489,8 +4537,8 @@ def row_adam_update(
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam),
-    "anvil": UpdateRule(anvil_init, anvil),
+    "adam": UpdateRule(adam_init, adam, unused=("matrix_lr_mul",)),
+    "anvil": UpdateRule(anvil_init, anvil, unused=("betas",), only_banks=True),
 }
 
 
@@ -4516,7 +4564,7 @@ OPTIMIZERS = {
 #                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
 #
 #    These are the bits of the dense exchange with reduction=fp32, rounded to main_grad's dtype, at any number
-#    of ranks. Section 9 says what is added for the rows of n-grams, of which no rank has them all.
+#    of ranks. Section 10 says what is added for the rows of n-grams, of which no rank has them all.
 # ============================================================================================================
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
@@ -4556,7 +4604,7 @@ class Exchange:
     world_size: int
     group: dist.ProcessGroup | None = None
     device: torch.device = torch.device("cpu")  # where the group's tensors must be
-    segment_sum_rows: Callable = segment_sum_rows  # the backend's, also for what tables do alone
+    segment_sum_rows: Callable = segment_sum_rows  # the Backend's; tables, too, take it from here
 
     def __post_init__(self):
         self.options = {"group": self.group, "async_op": True}
@@ -4568,7 +4616,7 @@ class Exchange:
     def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
         """Averages `grad` over ranks; each gets its own block.
 
-        The backend sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
+        NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
         gradients as they are, as many bytes, and the sum is fp32, in rank order. Returns grad's dtype, or at
         least fp32.
         """
@@ -4970,7 +5018,7 @@ def make_micro_batch(
     )
 
 
-NO_ROWS = np.empty(0, np.int32)
+NO_INT32 = np.empty(0, np.int32)
 
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
@@ -5138,8 +5186,8 @@ def assign_slots(part: MicroBatch, slots: Tensor) -> MicroBatch:
 class Prefetcher:
     """Builds the planned steps' batches on a thread, some ahead of the one in use.
 
-    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first of
-    the planned steps must follow an update of every table: rows touched before are not known here.
+    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. Before the first
+    of the planned steps no table may have gradients that await an update: their rows are not known here.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: Exchange):
@@ -5521,13 +5569,14 @@ def check_updates(cfg: Config) -> None:
         require(can_exchange, f"params.{spec.name}.exchange: only tables can be sparse")
         rules = ", ".join(OPTIMIZERS)
         require(spec.optimizer in OPTIMIZERS, f"params.{spec.name}.optimizer: give one of {rules}")
-        can_update = spec.optimizer == "adam" or spec.kind == "bank"
+        rule = OPTIMIZERS[spec.optimizer]
+        can_update = spec.kind == "bank" or not rule.only_banks
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
-        idle = "matrix_lr_mul" if spec.optimizer == "adam" else "betas"
-        require(
-            getattr(spec, idle) == getattr(ParamSpec, idle),
-            f"params.{spec.name}.{idle}: {spec.optimizer} does not use it; leave it as ParamSpec has it",
-        )
+        for name in rule.unused:
+            require(
+                getattr(spec, name) == getattr(ParamSpec, name),
+                f"params.{spec.name}.{name}: {spec.optimizer} does not use it; leave it as ParamSpec has it",
+            )
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
         require(average.offset < average.every, f"averages.{i}.offset: give a number below {average.every}")
@@ -5560,7 +5609,7 @@ def positive(text: str) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "train_gpt.py",
+        Path(__file__).name,
         description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
         "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
         epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
@@ -5775,10 +5824,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
-def init_distributed(kind: str = "gpu", join: bool = True) -> tuple[int, int, torch.device]:
+def init_distributed(device_kind: str = "gpu", join: bool = True) -> tuple[int, int, torch.device]:
     """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
 
-    Without torchrun there is one rank, and no group. With join=False no group is joined. kind: Config.device.
+    Without torchrun there is one rank, and no group. With join=False no group is joined. device_kind:
+    Config.device.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -5786,7 +5836,7 @@ def init_distributed(kind: str = "gpu", join: bool = True) -> tuple[int, int, to
         0 <= rank < world_size, f"RANK={rank} and WORLD_SIZE={world_size}: start with torchrun, or unset both"
     )
     device = torch.device("cpu")
-    if kind == "gpu" and torch.cuda.is_available():
+    if device_kind == "gpu" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
@@ -6036,7 +6086,7 @@ def warm_up(training: Training) -> None:
         plans = [plan_step(cfg, step) for step in steps]
         batches = Prefetcher(loader, plans, ids_exchange)
         for plan in plans:
-            model.use_stage(plan.stage)
+            model.use_rotary(plan.stage)
             optimizer.wait()
             validate(model, val, optimizer.exchange, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
@@ -6139,7 +6189,7 @@ def train(
     for step in range(start.step, cfg.steps):
         if cfg.val_every and step % cfg.val_every == 0:
             plan = plan_step(cfg, step)
-            model.use_stage(plan.stage)
+            model.use_rotary(plan.stage)
             timed_validation(training, clock, losses, log, step, plan.windows)
         batch = batches.next()
         done = step + 1  # as the log counts
@@ -6245,8 +6295,8 @@ def run(args: argparse.Namespace) -> None:
     log_remarks(cfg, val_slices, backend, log)
     every = args.checkpoint_every or cfg.steps
     # After a multiple of four steps no gradient awaits its update.
-    steps = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}
-    checkpoints = Checkpoints(path.with_suffix(".checkpoint"), task, steps)
+    checkpoint_steps = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}
+    checkpoints = Checkpoints(path.with_suffix(".checkpoint"), task, checkpoint_steps)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
         closing = train(training, log, start, checkpoints, profiler)
@@ -6271,7 +6321,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (UserError, OSError, torch.OutOfMemoryError) as error:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-        message = f"train_gpt.py: error{rank}: {error}"
+        message = f"{Path(__file__).name}: error{rank}: {error}"
     except Exception:
         message = traceback.format_exc()
     tqdm.write(message, file=sys.stderr)

@@ -199,5 +199,5 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         for rank in ranks:
             blocks.append(map_rows(f"{path}.ngrams{rank}", saved["id"], rank, count, row_bytes))
         model.ngrams = NgramFiles(blocks, dtype, device)
-    model.use_stage(tg.plan_step(cfg, cfg.steps - 1).stage)
+    model.use_rotary(tg.plan_step(cfg, cfg.steps - 1).stage)
     return model

@@ -157,8 +157,8 @@ def run_tiny(rank, world_size, dtype):
                 optimizer.apply_averages()
         for name, param in optimizer.params.items():
             for average in param.averages:
-                if tg.plan_step(cfg, step).average_rates[average.row]:
-                    averages.setdefault((average.row, name), []).append((step, average.value.clone()))
+                if tg.plan_step(cfg, step).average_rates[average.number]:
+                    averages.setdefault((average.number, name), []).append((step, average.value.clone()))
     return averages, {name: p.detach() for name, p in params.items()}
 
 

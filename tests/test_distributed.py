@@ -281,7 +281,7 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
             t[: len(value)] = value
     val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
     windows = tg.window_tokens(cfg, cfg.val_windows)
-    model.use_stage(len(cfg.stages) - 1)
+    model.use_rotary(len(cfg.stages) - 1)
     found = {"start": tg.validate(model, val, exchange, windows), "losses": [], "steps": []}
     exchange.bytes_sent.clear()
     batches = batches_of(cfg, rank, world_size)

@@ -73,7 +73,7 @@ def random_model(run, *change):
     cfg = make_config(run / "corpus", "dtype=float32", "ngrams.orders=", *change)
     model = tg.GPT(cfg)
     randomize(model)
-    model.use_stage(len(cfg.stages) - 1)
+    model.use_rotary(len(cfg.stages) - 1)
     return model
 
 
@@ -113,7 +113,7 @@ def test_a_loaded_model_computes_as_the_saved_one(run):
     save("random.pt", model)
     expected = model.next_token_probs(TEXT)
     assert torch.equal(load_model("random.pt").next_token_probs(TEXT), expected)
-    model.use_stage(2)
+    model.use_rotary(2)
     assert not torch.equal(model.next_token_probs(TEXT), expected)
 
 

@@ -68,7 +68,7 @@ def golden_model(case, kind):
     want = MODEL["cases"][case]
     model = fill_model(tg.GPT(cfg, WORLD), want["tied"])
     model.ngrams = Table(fill((1024, 192), 16, 0.4).to(model.signs.dtype))
-    model.use_stage(want["rotary_stage"])
+    model.use_rotary(want["rotary_stage"])
     windows = dict(zip(("short", "long"), want["windows"]))
     plan = tg.plan_step(cfg, 0)
     return model, plan._replace(windows=windows, mtp=tuple(want["mtp_weights"]), prefix=want["prefix_weight"])
@@ -187,9 +187,10 @@ def test_schedule_rows(row):
 
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))
 def test_rotary(want):
-    model = SimpleNamespace(cfg=replace(tg.RECORD, dtype="float64"), max_tokens=1, device="cpu", stage=-1)
+    cfg = replace(tg.RECORD, dtype="float64")
+    model = SimpleNamespace(cfg=cfg, max_tokens=1, device="cpu", rotary_stage=-1)
     model.rotary_family = functools.partial(tg.GPT.rotary_family, model)
-    tg.GPT.use_stage(model, want["stage"])
+    tg.GPT.use_rotary(model, want["stage"])
     for name, family in ("narrow", model.rotary_narrow), ("wide", model.rotary_wide):
         assert family.scale == pytest.approx(want[f"{name}_scale"], rel=1e-14)
         angles = torch.atan2(family.sin[1], family.cos[1])

@@ -144,7 +144,7 @@ def train(cfg, saved=None):
                 ngrams = optimizer.ngrams.state_dict()
                 checkpoint["ngrams"] = {name: t.clone() for name, t in ngrams.items()}
         elif cfg.cuda_graphs:
-            model.use_stage((batch.plan.stage + step) % len(cfg.stages))
+            model.use_rotary((batch.plan.stage + step) % len(cfg.stages))
             tg.validate(model, training.val, optimizer.exchange, batch.plan.windows)
     if cfg.cuda_graphs:
         assert StandInGraph.count == warmed_up, "a graph was captured on the clock"

@@ -199,7 +199,7 @@ def live(rank, world_size, cfg, folder, limit):
         for _ in range(3):
             tg.train_step(model, optimizer, batches.next(), batches.peek)
         batches.loader.close()
-        model.use_stage(3)  # the last, as a loaded model's
+        model.use_rotary(3)  # the last, as a loaded model's
         loss = tg.validate(model, val, exchange, windows)
         tg.save_checkpoint(folder / "x.checkpoint", {}, {"step": 3}, model, optimizer)
         tg.save_model(str(folder / "model.pt"), model, "run", exchange)

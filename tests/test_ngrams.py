@@ -254,7 +254,7 @@ def test_segments():
             assert torch.equal(tg.list_ids(index, rows.shape), rows)
     ids = rng.integers(0, 5000, 40_000)
     assert tg.make_segments(tg.int32(ids)).perm.tolist() == np.argsort(ids, kind="stable").tolist()
-    assert [part.tolist() for part in tg.make_segments(tg.int32(tg.NO_ROWS))[:3]] == [[], [], [0]]
+    assert [part.tolist() for part in tg.make_segments(tg.int32(tg.NO_INT32))[:3]] == [[], [], [0]]
 
 
 LARGEST = 2**31 - 1
