@@ -1938,17 +1938,17 @@ class GPT(nn.Module):
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         cfg = self.cfg
         x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
-        pointer_probs = None
         if cfg.pointer_dim:
             pointer_inputs = self.pointer_inputs(x)
             probs, _ = self.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_val_window)
-            pointer_probs = PointerProbs(probs, self.gate_column)
         losses = []
         for i in range(0, len(x), cfg.head_chunk):
             rows = slice(i, i + cfg.head_chunk)
-            chunk_pointer = None if pointer_probs is None else pointer_probs.part(rows)
+            pointer_probs = None
+            if cfg.pointer_dim:
+                pointer_probs = PointerProbs(probs[:, rows], self.gate_column)
             logits = x[rows] @ self.lm_head
-            losses.append(next_token_losses(logits, micro_batch.targets[rows], chunk_pointer, cfg.softcap))
+            losses.append(next_token_losses(logits, micro_batch.targets[rows], pointer_probs, cfg.softcap))
         return torch.cat(losses)
 
     @torch.no_grad()
