@@ -54,6 +54,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent import futures
+from functools import reduce
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -238,6 +239,11 @@ def run(args: argparse.Namespace) -> None:
     variants += args.variants
     if len({variant.label for variant in variants}) < len(variants):
         raise UserError("two variants have the same label")
+    if args.script.samefile(tg.__file__):  # another script may have other settings
+        preset = reduce(tg.override, args.common, tg.PRESETS[args.preset])
+        for label, settings, files in args.variants:
+            if not files and reduce(tg.override, settings, preset) == preset:
+                raise UserError(f"{label}: it changes nothing, because the preset has these values")
     with tempfile.TemporaryDirectory() as folder:
         scripts = {}
         for i, variant in enumerate(variants):

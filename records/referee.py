@@ -3,7 +3,7 @@
 
     python records/referee.py [SCRIPT.py] [--preset cpu] [--log LOG]
 
-Prints a row for each rule, and writes the rows to referee.txt: in LOG's folder, or without --log in
+Prints a row for each rule, and writes all to referee.txt: in LOG's folder, or without --log in
 records/TRACK/attempts/. Exits with 1 if a rule is broken. A row ends with one of these:
 
     ok                          what was seen follows the rule
@@ -76,15 +76,16 @@ def read_verdict(path: str | Path) -> Verdict:
     return Verdict(script[1] if script else "", preset[1] if preset else "", results)
 
 
+def row(rule: str, result: str) -> str:
+    return f"{RULES.index(rule) + 1:2}  {rule:30}{result}"
+
+
 def table(results: dict[str, str]) -> str:
-    lines = []
-    for number, rule in enumerate(RULES, 1):
-        lines.append(f"{number:2}  {rule:30}{results[rule]}\n")
-    return "".join(lines)
+    return "".join(row(rule, results[rule]) + "\n" for rule in RULES)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints and writes the table. Exits with 1 if a rule is broken."""
+    """Prints each row when it is known, and writes all. Exits with 1 if a rule is broken."""
     # On a CPU, by one thread, the same steps give the same bits.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -104,9 +105,8 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as runs:
         case = rules.Case(args.script, args.preset, Path(runs), data, args.log)
         results = rules.judge(case)
-    text = head + "\n" + table(results)
-    print(text, end="")
-    (folder / FILE_NAME).write_text(text, encoding="utf-8")
+    (folder / FILE_NAME).write_text(head + "\n" + table(results), encoding="utf-8")
+    print(f"wrote {folder / FILE_NAME}")
     sys.exit(any(result.startswith("broken") for result in results.values()))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tracks
-from referee import OK, RULES
+from referee import OK, RULES, row
 from torch import Tensor
 from tqdm import tqdm
 from watch import Watch, copy_data, find_tokens, load_script
@@ -400,7 +400,7 @@ CHECKS: dict[str, Callable[[Case], str]] = {
 
 
 def judge(case: Case, rules: Sequence[str] = RULES) -> dict[str, str]:
-    """Returns what the table says of each of `rules`."""
+    """Returns what the table says of each of `rules`, and prints it when it is known."""
     results = {}
     for rule, check in tqdm(CHECKS.items(), "rules", disable=None):
         if rule in rules:
@@ -408,4 +408,5 @@ def judge(case: Case, rules: Sequence[str] = RULES) -> dict[str, str]:
                 results[rule] = check(case)
             except Exception as error:  # the script lacks what the rule needs, or its run fails
                 results[rule] = f"not shown: {type(error).__name__}: {error}".splitlines()[0]
+            tqdm.write(row(rule, results[rule]))
     return results

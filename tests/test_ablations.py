@@ -69,6 +69,14 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
             ablations.main([change] + options + [count])
 
 
+def test_a_variant_that_changes_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(ablations, "train", lambda *args: pytest.fail("it trained"))
+    with pytest.raises(SystemExit, match="wide: it changes nothing"):
+        ablations.main([f"wide: mlp_dim={tg.CPU.mlp_dim}"])
+    with pytest.raises(SystemExit, match="again: it changes nothing"):
+        ablations.main(["again: heads=4", "--set", "heads=4"])
+
+
 def test_runs_on_other_data_are_made_again(tmp_path, monkeypatch):
     """The folder's name is the same. Whatever a variant's own data are, they count."""
     seen = []
