@@ -16,20 +16,21 @@ writable 1 && writable 2 || exec > >(cat || cat >/dev/null) 2>&1
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 export RUN_COMMAND=$(printf '%q ' ./run.sh "$@")   # for compare.py
 export RUN_DATE=$(date +%F)   # one folder for all runs, if midnight passes
-script=train_gpt.py against='' name='' preset=${gpu:+record} data='' tiny='' runs=1 seed=0 args=()
+script='' against='' name='' preset=${gpu:+record} data='' tiny='' runs=1 seed=0 args=()
 while (( $# )); do
     if [[ $1 =~ ^--(runs|seed|preset|data|against|name)$ ]]; then set -- "$1=${2-}" "${@:3}"; fi
     [[ ! $1 =~ ^--[a-z-]+=$ ]] || die "${1%=} needs a value"
     case $1 in
         -h|--help) sed -n '2,/^$/s/^# \{0,1\}//p' run.sh; exit ;;
-        --check|--check=*) die "only python $script takes --check" ;;
+        --check|--check=*) die "only python train_gpt.py takes --check" ;;
         --tiny) tiny="length=0.05 warmup=false val_slices=4 samples=1" ;;
         --runs=*|--seed=*|--preset=*|--data=*|--against=*|--name=*) declare "${1#--}" ;;
-        [!-]*.py) script=$1 ;;
+        [!-]*.py) [[ ! $script ]] || die "name one script, not $script and $1"; script=$1 ;;
         *) args+=("$1") ;;
     esac
     shift
 done
+script=${script:-train_gpt.py}
 [[ -f $script ]] || die "there is no $script in $PWD"
 [[ $runs =~ ^[1-9][0-9]{0,5}$ ]] || die "--runs must be a whole number from 1 on, not '$runs'"
 [[ $runs == 1 || " ${args[*]}" != *' --'@(save|resume)* ]] || die "--save and --resume need --runs 1"
@@ -49,7 +50,10 @@ if [[ $against ]]; then
         git ls-files --error-unmatch -- "$script" >/dev/null 2>&1 && git diff --quiet HEAD -- "$script" ||
             die "commit $script first: a record's logs name a commit that has its script"
     fi
-    ! compgen -G "records/*/${RUN_DATE}_$name" || die "that is there; remove it, or give another --name"
+    for folder in records/*/; do
+        [[ ! -e "$folder${RUN_DATE}_$name" ]] ||
+            die "$folder${RUN_DATE}_$name is there; remove it, or give another --name"
+    done
 fi
 
 train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctrl-C ends only this shell

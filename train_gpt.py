@@ -1097,7 +1097,7 @@ def forward_backward(
 
 
 # A screen is drawn often; a file would keep every line.
-progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr.isatty() else 10)
+progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
 
 
 def validate(
@@ -4815,7 +4815,7 @@ def dataset_hash(paths: list[Path]) -> str:
     block = 1 << 16
     for path in paths:
         size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
+        digest.update(os.fsencode(f"{path.name} {size}\n"))
         with open(path, "rb") as file:
             for i in range(64):
                 file.seek(max(0, size - block) * i // 63)
@@ -5655,6 +5655,7 @@ def read_settings(args: argparse.Namespace) -> Config:
     for setting in args.set:
         cfg = override(cfg, setting)
     require("" not in (args.data, cfg.data), "--data: give a folder")
+    require(".." not in args.name, f"--name {args.name}: give a name without ..")
     # The log holds no absolute path.
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
     _, world_size, _ = init_distributed(cfg.device, join=False)
@@ -5988,7 +5989,6 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
     folder = "attempts"
     if args.name:
-        require(".." not in args.name, f"--name {args.name}: give a name without ..")
         # run.sh sets the date, so that all its runs share a folder even if midnight passes.
         folder = f"{os.environ.get('RUN_DATE', date.today())}_{args.name}"
     path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
@@ -6329,6 +6329,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed, as by >&-
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that waits in a collective, too
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when torchrun is killed

@@ -137,9 +137,9 @@ def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
     command = [sys.executable, str(script), "--preset", preset]
     command += options
     command += [f"--set={setting}" for setting in settings]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
     pipe = subprocess.PIPE
-    child = subprocess.Popen(tied(command), env=environment, stdout=pipe, stderr=pipe, text=True)
+    child = subprocess.Popen(tied(command), env=environment, stdout=pipe, stderr=pipe, encoding="utf-8")
     RUNNING.add(child)
     printed, complaints = child.communicate()
     RUNNING.discard(child)

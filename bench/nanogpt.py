@@ -13,6 +13,7 @@ each, ours as many as its windows allow.
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -41,7 +42,10 @@ Curve = list[tuple[float, float]]  # seconds of training, loss
 def output_of(command: list[str], folder: Path) -> str:
     """Runs a command; returns what it printed. Its errors go to the screen."""
     print(f"+ {' '.join(command)}", flush=True)
-    return subprocess.run(tied(command), cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        tied(command), cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True
+    ).stdout
 
 
 def nanogpt(folder: Path, seed: int) -> Curve:

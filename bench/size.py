@@ -32,7 +32,7 @@ def token_lines(text: str) -> list[int]:
 
 def measure(text: str) -> tuple[int, int, int, int]:
     """Counts tokens, characters, lines, and lines over 110 columns."""
-    lines = text.splitlines()
+    lines = [line.rstrip("\n") for line in io.StringIO(text)]  # a form feed ends no line
     return len(token_lines(text)), len(text), len(lines), sum(len(line) > MAX_COLUMNS for line in lines)
 
 

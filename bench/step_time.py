@@ -513,8 +513,10 @@ def time_processes(
     command += [str(ROOT / "train_gpt.py"), "--preset", args.preset, "--data", str(shard.parent.resolve())]
     command += ["--set"] + args.settings + changes.split()
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(tied(command), cwd=folder, env=environment, capture_output=True, text=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run(
+            tied(command), cwd=folder, env=environment, capture_output=True, encoding="utf-8"
+        )
         said = re.findall(r"^train_gpt\.py: error.*", done.stderr, re.M) or [done.stderr]
         tg.require(not done.returncode, f"{count} processes failed: {said[0]}")
         (log,) = Path(folder).glob("records/*/attempts/*.txt")

@@ -386,6 +386,11 @@ def read_traces(paths: Iterable[Path]) -> list[Trace]:
     traces = sorted(map(read_trace, paths), key=lambda trace: trace.rank)
     if [trace.rank for trace in traces] != list(range(traces[0].world_size)):
         raise ValueError(f"give one trace of each of the run's {traces[0].world_size} ranks")
+    for trace in traces:
+        for step, (begin, end) in trace.steps.items():
+            first_begin, first_end = traces[0].steps.get(step, (end, end))
+            if begin >= first_end or end <= first_begin:
+                raise ValueError("they are of several runs")
     return traces
 
 

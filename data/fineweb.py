@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from scripts import UserError, make_parser, target
+from scripts import UserError, make_parser, missing_package, target
 from tokenize_text import (
     VOCABULARY,
     VOCABULARY_BEGINS,
@@ -62,6 +62,8 @@ try:  # not from huggingface_hub itself, which would print the error
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_url, http_get
     from huggingface_hub.utils import HfHubHTTPError, build_hf_headers, get_session, logging
+except ModuleNotFoundError as error:
+    sys.exit(f"fineweb.py: {missing_package(error)}")
 except ValueError as error:  # the hub reads these settings when it is imported
     sys.exit(f"fineweb.py: {name_setting(error)}")
 

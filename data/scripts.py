@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# A run of the `cpu` preset needs none of these.
+PACKAGES = ("huggingface_hub", "matplotlib", "safetensors", "scipy", "tiktoken")
 PNG = rb"\x89PNG.*Matplotlib"  # how our pictures begin
 
 
@@ -61,11 +63,21 @@ def run_script(
     except BrokenPipeError:  # whoever read it, as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)  # as Python itself does: what comes after `&&` needs the whole output
+    except ModuleNotFoundError as error:
+        sys.exit(f"{parser.prog}: {missing_package(error)}")
     except expected as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Returns a line on a package of requirements.txt that is not installed. Raises any other error."""
+    package = (error.name or "").split(".")[0]
+    if package not in PACKAGES:
+        raise error
+    return f"needs {package}, which this Python lacks: pip install -r requirements.txt"
 
 
 def tied(command: list[str]) -> list[str]:

@@ -574,7 +574,7 @@ def check_splits(train: SplitWriter, val: SplitWriter, left_out: LeftOut) -> Non
     count = train.documents + val.documents
     for what, split in (("training", train), ("validation", val)):
         problem = f"none of {count} documents fell to {what}" if count else "no document has text"
-        if not split.documents:
+        if not split.tokens:
             raise UserError(
                 f"{problem} ({left_out.bad} bad and {left_out.empty} empty ones left out), and train_gpt.py "
                 f"needs both splits: nothing was written; {fix}"

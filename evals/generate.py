@@ -102,9 +102,10 @@ def run(args: argparse.Namespace) -> None:
     if args.prompt_file:
         raw = args.prompt_file.read_bytes()
     else:  # an argument's bytes that are no text here are surrogates
+        tg.require(prompt != "-" or sys.stdin, "standard input is closed; give the prompt as text or a file")
         raw = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     with tg.user_error_on("the prompt is not UTF-8", "convert it", UnicodeDecodeError):
-        prompt = raw.decode()
+        prompt = raw.decode("utf-8-sig")
     tokens, context = [model.cfg.bos_id, *encoding.encode_ordinary(prompt)], max_context(model.cfg)
     if len(tokens) > context:
         print(f"of the prompt's {len(tokens)} tokens the last {context} count", file=sys.stderr)

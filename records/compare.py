@@ -75,7 +75,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
 import referee
 import tracks
 
-from scripts import UserError, make_parser, new_figure, number, png, save_figure
+from scripts import UserError, make_parser, missing_package, new_figure, number, png, save_figure
 
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file named directly may have any
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
@@ -264,6 +264,9 @@ class Run:
                 agrees = False
             if not agrees:
                 return f"its line '{name}: {text}' contradicts {value:g} before it"
+        latest = max((point.time_s or 0 for point in self.training), default=0)
+        if latest > (last.time_s or math.inf) + ROUNDING:
+            return f"a step ended after {latest:g} s, and its last validation says {last.time_s:g} s"
         return ""
 
     @property
@@ -400,7 +403,10 @@ def read_training(text: bytes) -> list[Point]:
 def read_closing(run: Run, text: bytes, start: int, end: int) -> None:
     """Sets the fields of `run` that lines between `start` and `end` name."""
     for m in CLOSING_TEXT.finditer(text, start, end):
-        run.closing[decode(m[1])] = decode(m[2]).strip()
+        name = decode(m[1])
+        said = decode(m[2]).strip()
+        if run.closing.setdefault(name, said) != said:
+            run.closing[name] += f" and {said}"
     for line, name, kind in CLOSING:
         for m in line.finditer(text, start, end):
             setattr(run, name, kind(m[1]))
@@ -413,6 +419,8 @@ def read_header(text: str, path: str, before: Header) -> Header:
         matches = re.findall(rf"\n{line}[ \t\r]*(?=\n)", text)
         if matches:
             last[name] = matches[-1]
+        if name == "config" and len(set(matches)) > 1:
+            raise UserError(f"{path}: it has config lines that differ")
     if not last:
         return before
     header = Header(script=last.get("script"), data=last.get("data"))
@@ -573,7 +581,7 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
 
 
 def explain(error: UserError | OSError) -> str:
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
@@ -583,14 +591,19 @@ def split_label(argument: str, groups: dict[str, Group]) -> tuple[str, str]:
     label, equals, path = argument.partition("=")
     has_label = label and equals
     if has_label and not Path(argument).exists() and not glob.glob(argument):  # a name may have a "="
-        return label, path
+        return printable(label), path
     label = argument
     here = Path(os.path.abspath(argument))
     if here.exists():
         label = here.name if here.is_dir() else here.stem
     if label in groups:
         label = argument  # two folders of one name are two groups
-    return label, argument
+    return printable(label), argument
+
+
+def printable(name: str) -> str:
+    """Returns a file's name without bytes that are no text here."""
+    return name.encode(errors="replace").decode()
 
 
 def read_into(group: Group, path: str, errors: list[str]) -> None:
@@ -1082,7 +1095,7 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
     if command:
         parts.append(textwrap.indent(command, "    "))
     parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8", errors="backslashreplace")
     return f"{path} is begun, with the table below; say in it what was changed, in the title in a few words"
 
 
@@ -1548,10 +1561,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, OSError) as e:
         errors = [explain(e)]
     except ModuleNotFoundError as e:
-        package = e.name.split(".")[0]
-        if package not in ("numpy", "scipy", "matplotlib"):
-            raise
-        errors = [f"needs {package}, which this Python lacks: pip install -r requirements.txt"]
+        errors = [missing_package(e)]
     for error in errors:
         print(f"compare.py: {error}", file=sys.stderr)
     return 2 if errors else 0

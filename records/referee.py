@@ -32,7 +32,7 @@ from typing import NamedTuple
 import tracks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
-from scripts import UserError, make_parser, run_script
+from scripts import UserError, make_parser, replacing, run_script, target
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -98,14 +98,18 @@ def run(args: argparse.Namespace) -> None:
     head += f"preset: {args.preset}\n"
     folder = ROOT / "records" / args.preset / "attempts"
     if args.log is not None:
+        if not args.log.is_file():
+            raise UserError(f"--log: there is no {args.log}")
         head += f"log: {args.log.name}\n"
         folder = args.log.parent
     folder.mkdir(parents=True, exist_ok=True)
+    target(folder / FILE_NAME, b"script: ")
     print(f"makes short runs of {args.script.name}, which takes minutes", flush=True)
     with tempfile.TemporaryDirectory() as runs:
         case = rules.Case(args.script, args.preset, Path(runs), data, args.log)
         results = rules.judge(case)
-    (folder / FILE_NAME).write_text(head + "\n" + table(results), encoding="utf-8")
+    with replacing(folder / FILE_NAME, b"script: ") as new:
+        new.write_text(head + "\n" + table(results), encoding="utf-8")
     print(f"wrote {folder / FILE_NAME}")
     sys.exit(any(result.startswith("broken") for result in results.values()))
 

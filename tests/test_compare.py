@@ -359,6 +359,9 @@ CLOSINGS = {  # lines after the last step; why the run is left out
     "epochs: 1\n": "",
     "epochs: 3\n": "trained in 3 epochs",
     "epochs: two\n": "trained in two epochs",
+    "epochs: 2\nepochs: 1\n": "trained in 2 and 1 epochs",
+    "complete: no\n": "without 'complete: yes'",
+    "steps: 500\nsteps: 400\n": "'steps: 500 and 400' contradicts",
     "epochs: 1.5\n": "trained in 1.5 epochs",
     "epochs: -1\n": "trained in -1 epochs",
     "epochs:\n": "",  # no line of ours
@@ -375,6 +378,19 @@ def test_a_closing_line_that_says_something_else_voids_the_run(run, line):
         assert out.startswith("no run of log counts (") and reason in out
     else:
         assert "losses             3.2700" in out
+
+
+def test_edited_lines_before_the_closing_ones_void_the_run(run):
+    text = own_log(3.27, 95)
+    line = "step:500/500 train_time:95000ms step_avg:9.00ms\n"
+    assert line in text
+    later = line.replace("95000", "95100").replace("\n", " train_loss:3.3000@500\n")
+    Path("log.txt").write_text(text.replace(line, later))
+    code, out, _ = run("log.txt")
+    assert code == 0 and "a step ended after 95.1 s, and its last validation says 95 s" in out
+    Path("log.txt").write_text(text.replace("\nconfig: ", '\nconfig: {"target": 4.0}\nconfig: '))
+    code, _, err = run("log.txt")
+    assert code == 2 and "log.txt: it has config lines that differ" in err
 
 
 def test_a_diverged_run_agrees_with_its_closing_line(run):

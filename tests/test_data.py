@@ -458,6 +458,21 @@ def test_two_tokenizers_do_not_share_a_folder(tmp_path, monkeypatch):
     assert len(names) == 1
 
 
+def test_a_text_of_which_nothing_is_for_training_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 900)
+    with pytest.raises(SystemExit, match="fell to training"):
+        tt.main([str(tmp_path / "out"), str(tmp_path / "a.txt"), "--encoding=bytes", "--val-one-in=1"])
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text\n" * 900)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    tt.get_encoding.cache_clear()
+    with pytest.raises(SystemExit, match="^tokenize_text.py: needs tiktoken, .* pip install"):
+        tt.main([str(tmp_path / "out"), str(tmp_path / "a.txt")])
+
+
 @pytest.mark.parametrize("screen", ("2>&-", ">&- 2>&-", "| true; exit ${PIPESTATUS[0]}"))
 def test_a_closed_screen(tmp_path, screen):
     """Closed from the beginning it ends nothing; a reader that goes, as `head` does, ends the script."""

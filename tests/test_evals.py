@@ -1,5 +1,6 @@
 """Tests evals/generate.py, loss.py and export.py, on random models and on the model of a run with n-grams."""
 
+import codecs
 import gzip
 import json
 import math
@@ -399,6 +400,8 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
     assert text.startswith("abc") and len(text) > len("abc\n")
     Path("prompt.txt").write_text("abc")
     assert generated("--prompt-file prompt.txt") == text
+    Path("marked.txt").write_bytes(codecs.BOM_UTF8 + b"abc")
+    assert generated("--prompt-file marked.txt") == text
     monkeypatch.setattr("sys.stdin", open("prompt.txt"))
     assert generated("-") == text != generated("abc --seed 1")
 

@@ -394,6 +394,16 @@ def test_table_is_written_beside_the_log(corpus, tmp_path, monkeypatch, capsys):
     assert set(written[-len(referee.RULES) :]) < set(capsys.readouterr().out.splitlines())
 
 
+def test_another_file_of_that_name_stays(corpus, tmp_path, monkeypatch):
+    shutil.copytree(corpus, tmp_path / "data/local")
+    monkeypatch.setattr(referee, "ROOT", tmp_path)
+    (tmp_path / "log.txt").touch()
+    (tmp_path / referee.FILE_NAME).write_text("notes")
+    with pytest.raises(SystemExit, match="another kind of file is there"):
+        referee.main([str(SCRIPT), "--log", str(tmp_path / "log.txt")])
+    assert (tmp_path / referee.FILE_NAME).read_text() == "notes"
+
+
 @pytest.mark.slow
 def test_broken_rule_is_the_exit_status(corpus, tmp_path, monkeypatch):
     shutil.copytree(corpus, tmp_path / "data/local")

@@ -285,6 +285,7 @@ WRONG = {
     "--runs 2 --save m.pt": "--save",
     "--runs 2 --resume=a.txt": "--resume",
     "none.py": "none.py",
+    "old.py train_gpt.py": "one script",
     "--against none.py --name X": "none.py",
     "--against old.py": "--name",
     "--against old.py --name X --resume a.txt": "--resume",

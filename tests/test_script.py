@@ -380,3 +380,8 @@ def test_the_date_of_run_sh_names_the_folder(monkeypatch):
     assert tg.name_run(args, "cpu", alone, {})[0].parent.name == f"{date.today()}_Idea"
     monkeypatch.setenv("RUN_DATE", "2026-01-01")
     assert tg.name_run(args, "cpu", alone, {})[0].parent == Path("records/cpu/2026-01-01_Idea")
+
+
+def test_closed_streams_are_no_error(tmp_path):
+    command = f"{sys.executable} {tg.__file__} --preset cpu --check 1 >&- 2>&-"
+    assert not subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode

@@ -31,6 +31,7 @@ def test_snippet(tmp_path, capsys):
     line = f"{path}: {tokens} tokens, {len(SNIPPET)} characters, 12 lines, 1 over 110 columns\n"
     assert capsys.readouterr().out == f"{line}      13 A\n      10 A.f\n"
     assert size.measure("x=[1,]") == (6, 6, 1, 0)
+    assert size.measure("a\n\fb\n")[2] == 2  # as wc counts
 
 
 @pytest.mark.parametrize("raw", (b"\xef\xbb\xbfx = 1\n", b"# coding: latin-1\nx = '\xe9'\n"))

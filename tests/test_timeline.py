@@ -232,6 +232,21 @@ def test_steps_that_a_trace_lacks(tmp_path):
     assert start == end
 
 
+def test_traces_of_two_runs_are_refused(tmp_path):
+    def write_rank(rank, start):
+        trace = [event("ProfilerStep#2", start, start + 9), event("forward", start, start + 1)]
+        path = write_trace(tmp_path / f"{rank}.json", trace)
+        whole = json.loads(path.read_text())
+        path.write_text(json.dumps(whole | {"distributedInfo": {"rank": rank, "world_size": 2}}))
+        return path
+
+    traces = [write_rank(0, 100), write_rank(1, 104)]
+    assert len(timeline.read_traces(traces)) == 2
+    traces[1] = write_rank(1, 300)
+    with pytest.raises(ValueError, match="of several runs"):
+        timeline.read_traces(traces)
+
+
 def in_tables(path, capsys, *more):
     """Returns the lines of each table of --operations, as words."""
     timeline.main([str(path), "--operations", "9", *more])
