@@ -1367,8 +1367,9 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     Banks are padded, so that each of `world_size` ranks owns equally many matrices.
     """
     table = param_table(cfg)
-    unknown = table.keys() ^ {spec.name for spec in PARAMS}
-    require(not unknown, f"{unknown}: give each a row of PARAMS and a line of param_table()")
+    rows = {spec.name for spec in PARAMS}
+    require(rows <= table.keys(), f"{rows - table.keys()}: give each a line of param_table()")
+    require(rows == table.keys(), f"{table.keys() - rows}: give each a row of PARAMS")
     shapes = {}
     for spec in cfg.params:
         shape, _ = table[spec.name]

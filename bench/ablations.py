@@ -12,8 +12,8 @@ copy of the script. The preset as it is comes first, and is what they are compar
 variants, has settings of all. They are applied before a variant's: with length=0.5 the whole schedule is half
 as long, but stages.0.steps=40 of a variant means 40 steps. Every run is one process with one thread, so that
 --jobs of them share a machine. All variants run with the first seed, then all with the next. A run of the
-`cpu` or `words` preset takes up to two minutes. --tiny first: ten steps of each variant, in about 20 seconds,
-show whether it runs. Their losses mean nothing and are not kept.
+`cpu` or `words` preset takes up to two minutes. --tiny first: about ten steps of each variant, in some 20
+seconds, show whether it runs. Their losses mean nothing and are not kept.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
 weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference with a p
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
     parser.add_argument("--jobs", type=number(int, 1), default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=results_file, default="ablations.jsonl")
-    parser.add_argument("--tiny", action="store_true", help="ten steps of each: does it run?")
+    parser.add_argument("--tiny", action="store_true", help="about ten steps of each: does it run?")
     parser.add_argument("--losses-only", action="store_true", help="no times, no runs of fewer steps")
     run_script(run, parser, argv, tg.UserError)
 
@@ -256,7 +256,10 @@ def run(args: argparse.Namespace) -> None:
         if args.tiny:
             print("--tiny: they run; what they are worth needs whole runs")
             return
-        print(f"\n{table(losses)}\n", flush=True)
+        print(f"\n{table(losses)}\n\nkept in {args.out}", flush=True)
+        length = last_value("length", args.common, "1")
+        if float(length) < 1:
+            print(f"These runs have {length} of the steps. Much of what helps them is gone in whole runs.")
         if not timed:
             return
         for label, settings, _ in args.variants:

@@ -120,11 +120,16 @@ def in_time(
     rest = np.subtract(losses, base) - share * np.subtract(short, base)
     share_error = rest.std(ddof=1) / math.sqrt(len(rest)) / slope
     log_time = math.log(ratio) - share * math.log(SHORTER)
-    error = math.hypot(share_error * math.log(SHORTER), ratio_error / ratio)
-    margin = t.ppf(0.975, len(base) - 1) * error
+    of_loss = share_error * math.log(SHORTER)
+    of_time = ratio_error / ratio
+    error = math.hypot(of_loss, of_time)
+    # Degrees of freedom of such a sum (Welch 1947).
+    parts = of_loss**4 / (len(base) - 1) + of_time**4 / (len(ratios) - 1)
+    margin = t.ppf(0.975, error**4 / parts) * error if parts else 0.0
     least = less_or_more(math.exp(log_time - margin))
     most = less_or_more(math.exp(log_time + margin))
-    text += f"about {less_or_more(math.exp(log_time))} time to the baseline's loss (95 %: {least} to {most})"
+    text += f"about {less_or_more(math.exp(log_time))} time to the baseline's loss, in "
+    text += f"{100 * SHORTER**-share:.0f} % of the steps (95 %: {least} to {most})"
     if abs(share) > 1:
         text += ", extrapolated"
     return text

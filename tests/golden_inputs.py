@@ -262,7 +262,7 @@ def fp8_buffers(bank):
 
 
 def head_of(w, main_grad=None):
-    """Returns the Head of a matrix w (d, V), with zeros or `main_grad` as its gradient so far."""
+    """Returns the LMHead of a matrix w (d, V), with zeros or `main_grad` as its gradient so far."""
     (spec,) = (row for row in tg.PARAMS if row.name == "lm_head")
     head = tg.LMHead(spec, w, BASE, tg.Exchange(0, 1))
     if main_grad is not None:
