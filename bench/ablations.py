@@ -257,9 +257,9 @@ def run(args: argparse.Namespace) -> None:
             print("--tiny: they run; what they are worth needs whole runs")
             return
         print(f"\n{table(losses)}\n\nkept in {args.out}", flush=True)
-        length = last_value("length", args.common, "1")
-        if float(length) < 1:
-            print(f"These runs have {length} of the steps. Much of what helps them is gone in whole runs.")
+        share = last_value("length", args.common, "1")
+        if float(share) < 1:
+            print(f"These runs have {share} of the steps. Much of what helps them is gone in whole runs.")
         if not timed:
             return
         for label, settings, _ in args.variants:
