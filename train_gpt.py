@@ -5610,7 +5610,7 @@ def positive(text: str) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        Path(__file__).name,
+        "train_gpt.py",
         description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
         "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
         epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
@@ -6322,7 +6322,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (UserError, OSError, torch.OutOfMemoryError) as error:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-        message = f"{Path(__file__).name}: error{rank}: {error}"
+        message = f"train_gpt.py: error{rank}: {error}"
     except Exception:
         message = traceback.format_exc()
     tqdm.write(message, file=sys.stderr)
