@@ -2,9 +2,10 @@
 # ./test.sh [--fast | --idea | --all | --cpus] [pytest options or tests]
 #
 # Without arguments: ruff, mypy and all tests but those marked long, in 7 to 8 minutes on two cores. --all:
-# also those, in a quarter of an hour. --fast: tests under a second each, in two minutes. --idea: of these, those
-# that still hold when the model, the optimizer or the schedule has changed. --cpus: tests of numbers, as
-# older CPUs compute them. Of a named file all tests run. The environment is run.sh's, with what tests need.
+# those, too, in a quarter of an hour. --fast: tests under a second each, in two minutes. --idea: of these,
+# those that still hold when the model, the optimizer or the schedule has changed. --cpus: tests of numbers,
+# as older CPUs compute them. Of a named file all tests run. The environment is run.sh's, with what tests
+# need.
 
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
