@@ -49,10 +49,11 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
 import gpu_code
 import train_gpt as tg
-from step_time import SingleRankExchange, make_parser, run_script, synthetic_shard
+from scripts import make_parser, run_script
+from step_time import SingleRankExchange, synthetic_shard
 
 # Operations that only make or view tensors.
 NO_LAUNCH = set(

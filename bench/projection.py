@@ -72,6 +72,7 @@ import step_time
 import train_gpt as tg
 from launches import on_meta, patched
 from measured import SAVINGS, Measurements
+from scripts import make_parser, run_script
 
 RECORD = tg.PRESETS["record"]
 STEPS_92 = "stages.0.steps=320 stages.1.steps=361 stages.2.steps=426 stages.3.steps=67"
@@ -643,10 +644,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = step_time.make_parser("projection.py", __doc__)
+    parser = make_parser("projection.py", __doc__)
     parser.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
     parser.add_argument("--measured", nargs="+", type=Path, default=[ROWS], metavar="ROWS.jsonl")
-    step_time.run_script(run, parser, argv, tg.UserError)
+    run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

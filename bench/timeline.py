@@ -388,8 +388,8 @@ def read_traces(paths: Iterable[Path]) -> list[Trace]:
         raise ValueError(f"give one trace of each of the run's {traces[0].world_size} ranks")
     for trace in traces:
         for step, (begin, end) in trace.steps.items():
-            first_begin, first_end = traces[0].steps.get(step, (end, end))
-            if begin >= first_end or end <= first_begin:
+            first = traces[0].steps.get(step)
+            if first is None or begin >= first[1] or end <= first[0]:
                 raise ValueError("they are of several runs")
     return traces
 

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# A run of the `cpu` preset needs none of these.
-PACKAGES = ("huggingface_hub", "matplotlib", "safetensors", "scipy", "tiktoken")
+# Those of requirements.txt.
+PACKAGES = ("huggingface_hub", "matplotlib", "numpy", "safetensors", "scipy", "tiktoken", "torch", "tqdm")
 PNG = rb"\x89PNG.*Matplotlib"  # how our pictures begin
 
 

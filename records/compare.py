@@ -596,14 +596,15 @@ def split_label(argument: str, groups: dict[str, Group]) -> tuple[str, str]:
     here = Path(os.path.abspath(argument))
     if here.exists():
         label = here.name if here.is_dir() else here.stem
+    label = printable(label)
     if label in groups:
-        label = argument  # two folders of one name are two groups
-    return printable(label), argument
+        label = printable(argument)  # two folders of one name are two groups
+    return label, argument
 
 
 def printable(name: str) -> str:
-    """Returns a file's name without bytes that are no text here."""
-    return name.encode(errors="replace").decode()
+    """Returns a file's name with escapes for bytes that are no text here, so that names stay different."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def read_into(group: Group, path: str, errors: list[str]) -> None:

@@ -1042,11 +1042,21 @@ def test_bad_usage(run, arguments):
     assert e.value.code == 2
 
 
-def test_a_missing_package_is_one_line(run, monkeypatch):
+def test_folders_whose_names_are_no_text_stay_apart(run):
+    for name in b"r\xe9", b"r\xe8":
+        os.mkdir(name)
+        (Path(os.fsdecode(name)) / "log.txt").write_text(own_log(3.27, 95))
+    groups, errors = compare.read_groups([os.fsdecode(b"r\xe9"), os.fsdecode(b"r\xe8")], None)
+    assert not errors and len({group.label.encode() for group in groups}) == 2
+
+
+@pytest.mark.parametrize("package", ("numpy", "scipy.stats"))
+def test_a_missing_package_is_one_line(run, monkeypatch, package):
     write("a", 3.27, 3.28)
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    code, _, err = run("a")
-    assert code == 2 and "needs scipy," in err and err.count("\n") == 1
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = run("a --curves a.png")
+    name = package.partition(".")[0]
+    assert code == 2 and f"needs {name}," in err and err.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------ records/README.md
