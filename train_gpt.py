@@ -1158,8 +1158,8 @@ class AsyncLoss:
 
 class Gate(NamedTuple):
     # xsa (behind a tanh), output, x0, ngram, or skip (times a learned factor). The layer's part that uses it
-    # finds it as gates[kind, layer].
-    kind: str
+    # finds it as gates[use, layer].
+    use: str
     layer: int
     columns: int  # one, or one a head
     bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
@@ -1393,7 +1393,7 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
 
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
 Term = tuple[Tensor | None, Tensor]
-Gates = dict[tuple[str, int], Tensor]  # (T, columns) by kind and layer; (1, columns) if they are constants
+Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, columns) if they are constants
 
 
 # Full turns in a window: frequencies below the first stretch with it, those above the second stay.
@@ -1829,7 +1829,7 @@ class GPT(nn.Module):
             return {}
         outputs = self.small_mlp("mudd_gate", which, u).T  # (T, columns of all gates)
         parts = outputs.split([gate.columns for gate in table], 1)
-        return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
+        return {(gate.use, gate.layer): part for gate, part in zip(table, parts)}
 
     def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
@@ -4597,7 +4597,7 @@ def rank_order_mean(parts: Tensor) -> Tensor:
 class Exchange:
     """Collectives of one process group; with one rank nothing is communicated.
 
-    Every rank must make the same calls in the same order, from one thread. `name` and `kind` say what a call
+    Every rank must make the same calls in the same order, from one thread. `name` and `what` say what a call
     sends: tests and benchmarks count by them.
     """
 
@@ -4649,7 +4649,7 @@ class Exchange:
 
     def send_rows(
         self,
-        kind: str,
+        what: str,
         name: str,
         rows: Tensor,
         input_splits: list[int],
@@ -5309,7 +5309,7 @@ class ValLoader:
 class Field(NamedTuple):
     """Which values a setting takes, as the annotation of its dataclass field says."""
 
-    kind: type  # bool, int, float or str
+    type: type  # bool, int, float or str
     low: float = 0
     high: float = sys.float_info.max
     choices: tuple = ()  # the only values, if there are any
@@ -5327,9 +5327,9 @@ class Field(NamedTuple):
     def parse_one(self, text: str, name: str):
         choices = {str(choice).lower(): choice for choice in self.choices}
         try:
-            value = choices[text.lower()] if choices else self.kind(text)
+            value = choices[text.lower()] if choices else self.type(text)
         except (KeyError, ValueError):
-            kinds = " or ".join(filter(None, choices)) or self.kind.__name__
+            kinds = " or ".join(filter(None, choices)) or self.type.__name__
             raise UserError(f"--set {name}={text}: give {kinds}") from None
         require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} to {self.high:g}")
         return value
@@ -5338,9 +5338,9 @@ class Field(NamedTuple):
         """True if the setting, or a part of a tuple, can have this value."""
         if self.choices:
             return value in self.choices
-        if self.kind is str:
+        if self.type is str:
             return isinstance(value, str)
-        is_number = isinstance(value, int) or self.kind is float and isinstance(value, float)
+        is_number = isinstance(value, int) or self.type is float and isinstance(value, float)
         return is_number and self.low <= value <= self.high  # NaN is never between
 
 
@@ -5352,8 +5352,8 @@ def field_of(hint) -> Field:
     if origin is tuple:
         return field_of(args[0])._replace(size=0 if Ellipsis in args else len(args))
     if origin is Annotated:
-        kind, low, high, *rescaled = args
-        return Field(kind, low, high, rescaled="".join(rescaled))
+        number, low, high, *rescaled = args
+        return Field(number, low, high, rescaled="".join(rescaled))
     if origin is Literal:
         return Field(type(args[0]), choices=args)
     return Field(hint, choices=(True, False) if hint is bool else ())

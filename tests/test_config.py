@@ -187,7 +187,7 @@ def test_initial_values():
     for gates, biases in zip(one.gate_table, one.mudd_gate_b2 * 0.1):
         values = []
         for gate in gates:
-            values += gate.columns * [initial[gate.kind]]
+            values += gate.columns * [initial[gate.use]]
         assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
     assert one.signs.abs().eq(1).all() and abs(one.signs.mean()) < 0.01
     assert one.signs.equal(eight.signs) and (one.prefixes == -1).all()
