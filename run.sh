@@ -46,8 +46,8 @@ if [[ $against ]]; then
     [[ $name ]] || die "--against needs a --name, of the new folder for the logs"
     [[ ! $tiny && "${args[*]}" != *--@(resume|save|profile|checkpoint-every)* ]] ||
         die "--against goes without --tiny, --resume, --save, --profile and --checkpoint-every"
-    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
-        git ls-files --error-unmatch -- "$script" >/dev/null 2>&1 && git diff --quiet HEAD -- "$script" ||
+    if [[ -e .git ]] || git rev-parse >/dev/null 2>&1; then   # git itself says what it lacks
+        git ls-files --error-unmatch -- "$script" >/dev/null && git diff --quiet HEAD -- "$script" ||
             die "commit $script first: a record's logs name a commit that has its script"
     fi
     for folder in records/*/; do
@@ -59,8 +59,8 @@ fi
 train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctrl-C ends only this shell
     say "$1, preset $preset, seed $seed, $processes processes, python $python"
     set -m
-    "${tied[@]}" "$python" -m torch.distributed.run --standalone --local_addr=localhost \
-        --nproc_per_node="$processes" "$1" --seed="$seed" "${@:2}" </dev/null &
+    "${tied[@]}" "$python" -m torch.distributed.run --standalone --local_addr=localhost --no-python \
+        --nproc_per_node="$processes" "${tied[@]}" "$python" -u "$1" --seed="$seed" "${@:2}" </dev/null &
     set +m
     [[ ${tied[0]} == setpriv ]] || trap "kill $! 2>/dev/null" EXIT   # torchrun then ends its processes
     wait $!

@@ -84,6 +84,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
 
+if __name__ == "__main__" and sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    # PR_SET_PDEATHSIG: this process ends when torchrun is killed, also while it imports torch.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
 try:
     import numpy as np
     import torch
@@ -5657,6 +5661,11 @@ def read_settings(args: argparse.Namespace) -> Config:
         cfg = override(cfg, setting)
     require("" not in (args.data, cfg.data), "--data: give a folder")
     require(".." not in args.name, f"--name {args.name}: give a name without ..")
+    every = args.checkpoint_every
+    require(
+        not every or padded(every, 4) < cfg.steps,
+        f"--checkpoint-every {every}: the run has {cfg.steps} steps; give a smaller number",
+    )
     # The log holds no absolute path.
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
     _, world_size, _ = init_distributed(cfg.device, join=False)
@@ -5691,7 +5700,11 @@ def output_file(name: str) -> Path:
     if target.is_file():
         with open(target, "rb") as file:
             begin = file.read(999)  # other programs save zip files, too
-        is_ours = not begin or b'{"preset": ' in begin or ".ngrams" in target.suffix
+            file.seek(max(0, target.stat().st_size - 20))
+            end = file.read()
+        is_ours = not begin or begin[:2] == b"PK" and b'{"preset": ' in begin
+        if re.fullmatch(r"\.ngrams\d+", target.suffix):
+            is_ours |= re.search(rb"[0-9a-f]{12}\Z", end) is not None  # the run's id
     require(
         is_ours and os.access(target.parent, os.W_OK),
         f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
@@ -6333,8 +6346,6 @@ if __name__ == "__main__":
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed, as by >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that waits in a collective, too
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when torchrun is killed
     # The screen's encoding may lack letters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     status = main()

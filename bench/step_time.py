@@ -222,7 +222,10 @@ class Training:
         exchange = kind(
             0, world_size, device=variant.device, segment_sum_rows=variant.backend.segment_sum_rows
         )
-        self.optimizer = tg.Optimizer(self.cfg, dict(self.model.named_parameters()), exchange)
+        # More steps may be timed than the run has, and the table of n-grams counts them.
+        last = replace(self.cfg.stages[-1], steps=steps)
+        longer = replace(self.cfg, stages=(*self.cfg.stages, last))
+        self.optimizer = tg.Optimizer(longer, dict(self.model.named_parameters()), exchange)
         self.model.ngrams = self.optimizer.ngrams
         start = self.cfg.stage_starts[stage]
         count = self.cfg.stages[stage].steps

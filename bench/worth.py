@@ -73,11 +73,11 @@ def time_ratios(preset: str, base: Side, variant: Side) -> np.ndarray:
     if configs[0].device == "gpu" and torch.cuda.is_available():  # as train_gpt.py chooses
         device = torch.device("cuda", 0)
     ms = np.zeros((2, PAIRS))
-    for stage in range(len(configs[0].stages)):
+    for stage in range(max(len(cfg.stages) for cfg in configs)):
         trainings = {}
         for side in (0, 1):
             cfg = configs[side]
-            if cfg.stages[stage].steps:
+            if stage < len(cfg.stages) and cfg.stages[stage].steps:  # a variant may have other stages
                 paths = timers[side].tg.find_shards(cfg.data, "train")
                 timed = timers[side].Variant("", cfg, device)
                 trainings[side] = timers[side].Training(timed, stage, 1, paths, WARM_UP + 2 * PAIRS)

@@ -11,7 +11,7 @@ Training uses only the beginning of a document, so files are cut at blank lines 
 each passage is a document. With --encoding gpt2 those of more than 4 KiB are left out; most are tables of
 character codes. The SHA-256 of a file's name chooses between training and validation (one file in 20). The
 SHA-256 of name and passage number orders the documents. Versions of Python and torch have different text; a
-run's log names the data's fingerprint. Does nothing if complete shards of this version's text exist.
+run's log names the data's fingerprint. Does nothing if this version's files exist, none of them damaged.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import sysconfig
 from pathlib import Path
 
 from scripts import UserError, make_parser, replacing, run_script, target
-from tokenize_text import SHARDS, VOCABULARY, Document, cut, read_header, write_shards
+from tokenize_text import SHARDS, VOCABULARY, Document, cut, write_shards
 
 SOURCE_BEGINS = rb'\{\n "(python|torch)": '  # how source.json begins
 VAL_ONE_IN = 20
@@ -117,20 +117,21 @@ def describe_source(documents: list[Document], name: str, version: str, encoding
     }
 
 
-def tokens_of_shards(out: Path) -> dict[str, int]:
-    """Returns the number of tokens of each shard in `out`, by name."""
-    return {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
+def hash_files(out: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each shard and of the vocabulary in `out`, by name."""
+    hashes = {}
+    for path in [*sorted(out.glob(SHARDS)), out / VOCABULARY]:
+        hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def is_complete(out: Path, source: dict) -> bool:
-    """Tells whether `out` has a vocabulary, and this source's shards with as many tokens as were written."""
+    """Tells whether `out` has this source's shards and vocabulary, to the byte as they were written."""
     try:
-        (out / VOCABULARY).stat()
         saved = json.loads((out / "source.json").read_text())
-        tokens = tokens_of_shards(out)
-    except (FileNotFoundError, ValueError, UserError):
+        return saved == source | {"files": hash_files(out)}
+    except (FileNotFoundError, ValueError):
         return False
-    return saved == source | {"tokens": tokens}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     target(out / "source.json", SOURCE_BEGINS)
     written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN, replaced=origin)
-    complete = source | {"tokens": tokens_of_shards(out)}
+    complete = source | {"files": hash_files(out)}
     with replacing(out / "source.json", SOURCE_BEGINS) as path:
         path.write_text(json.dumps(complete, indent=1) + "\n")
     print(

@@ -58,6 +58,7 @@ def run_script(
 ) -> None:
     """Calls run(options). Errors that the user can fix, also `errors`, end the script with one line."""
     expected: tuple[type[Exception], ...] = (OSError, UserError, *errors)
+    refuse_empty_values(parser, sys.argv[1:] if argv is None else argv)
     try:
         run(parser.parse_args(argv))
     except BrokenPipeError:  # whoever read it, as `head`, has enough
@@ -70,6 +71,13 @@ def run_script(
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def refuse_empty_values(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Ends the script if an option has an empty value, as of a shell's variable that is not set."""
+    for option, value in zip(words, [*words[1:], None]):
+        if re.fullmatch("--[a-z-]+=", option) or option.startswith("--") and value == "":
+            parser.error(f"{option} needs a value")
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
@@ -108,6 +116,8 @@ def target(path: str | Path, kind: bytes) -> Path:
         is_free = path.parent.is_dir() and not path.exists()
     if not is_free:
         raise UserError(f"{path}: another kind of file is there, or no folder for it; choose another place")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path.parent} cannot be written to; choose another place")
     return path
 
 

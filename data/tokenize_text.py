@@ -597,9 +597,13 @@ def run(args: argparse.Namespace) -> None:
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="tokenizing") as bar:
 
         def documents():
-            for document in read_documents(args.files, args.field):
+            has_lines = False
+            for document in read_documents(args.files, args.field or "text"):
                 bar.update(raw_bytes(document))
+                has_lines |= getattr(document, "field", None) is not None
                 yield document
+            if args.field and not has_lines:
+                raise UserError("--field: no file here has a JSON object on each line; leave it out")
 
         written = write_shards(
             args.out,
@@ -629,7 +633,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("out", type=Path, metavar="OUT", help="folder for the shards; it must have none yet")
     add("files", type=Path, nargs="+", metavar="FILE")
-    add("--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
+    add("--field", help="key of the text in a .jsonl line (default: text)")
     add(
         "--encoding",
         choices=("gpt2", "bytes"),

@@ -61,10 +61,10 @@ class Case:
 
     def __post_init__(self):
         self.tg = load_script(self.script)
-        if self.preset not in self.tg.PRESETS:
+        if self.preset not in getattr(self.tg, "PRESETS", ()):
             raise UserError(f"{self.script} has no preset {self.preset}; choose another --preset")
         self.cfg = self.tg.PRESETS[self.preset]
-        self.log_text = self.log.read_text(encoding="utf-8") if self.log else ""
+        self.log_text = self.log.read_text(encoding="utf-8", errors="replace") if self.log else ""
         self.runs: dict[str, Watch] = {}
         self.data_name = tracks.TRACKS[self.preset]["data"]
         self.is_noisy = False
