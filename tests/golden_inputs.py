@@ -26,7 +26,6 @@ GOLDEN, GOLDEN92, GOLDEN_FP8 = (
 )
 LOW = 0xFFFFFFFF
 WORLD = 4  # ranks for which our banks are padded
-WINDOWS = {"short": 16, "long": 48}  # of the golden runs, in tokens
 
 
 def hash_words(n, k):
@@ -236,15 +235,6 @@ def fill_model(model, tied=True):
         if tied:
             model.embed.copy_(model.lm_head.T)
     return model
-
-
-def tiny_batch():
-    """Returns 64 tokens in three documents."""
-    j = np.arange(65)
-    tokens = (31 * j * j + 7 * j) % 500
-    tokens[[0, 4, 57]] = 511
-    cfg = tiny_config("float32")
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array([4, 57]), 64, cfg)
 
 
 def targets_of(model, batch, plan):
