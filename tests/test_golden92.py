@@ -114,10 +114,9 @@ def gradients(case, kind):
     """Returns gradients by golden name in the reference's layout."""
     model, plan = golden_model(case, kind)
     want = MODEL["cases"][case]
-    leaves = {}
     model.zero_grad()
     batch = golden_batch(case, model.cfg, want["cap"] or 0)
-    backward(model, batch, plan, leaves=leaves)
+    leaves = backward(model, batch, plan)
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name in ("embed", "value_embeds"):
         p = getattr(model, name)

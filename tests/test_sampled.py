@@ -79,7 +79,8 @@ def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BAC
     """
     cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=w.size(1))
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
-    head = head_of(w, torch.full_like(w, math.nan))  # NaN: to be overwritten
+    head = head_of(w)
+    head.main_grad.fill_(math.nan)  # to be overwritten
     for candidates in sets:
         loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, candidates)
     return loss, dx, head.main_grad
