@@ -7,6 +7,7 @@ tests/golden/README.md defines the inputs of the golden numbers.
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -245,3 +246,19 @@ def test_schedule():
     for cfg, steps in cases:
         rehearsed = {step for steps in tg.warmup_steps(cfg) for step in steps}
         assert all({step - 1, step, step + 1} <= rehearsed for step in steps)
+
+
+def kind_of(cfg, step):
+    """Returns what a step's CUDA graph depends on. lm_head is updated after every second step."""
+    plan = tg.plan_step(cfg, step)
+    return plan.stage, plan.sampled_columns, len(plan.loss_weights), step % 2
+
+
+def test_the_warm_up_captures_what_the_record_does():
+    """Counts how often the warm-up does each kind of step of the record preset: the second time captures."""
+    cfg = tg.RECORD
+    counts = Counter()
+    for steps in tg.warmup_steps(cfg):
+        counts.update(kind_of(cfg, step) for step in steps)
+    for step in range(cfg.steps):
+        assert counts[kind_of(cfg, step)] >= 2, step
