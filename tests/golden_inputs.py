@@ -6,6 +6,7 @@ tests/golden/README.md defines the fill, the statistics, the model and the batch
 
 import functools
 import json
+import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 import train_gpt as tg
 from configs import BASE
@@ -26,7 +27,6 @@ GOLDEN, GOLDEN92, GOLDEN_FP8 = (
 )
 LOW = 0xFFFFFFFF
 WORLD = 4  # ranks for which our banks are padded
-WINDOWS = {"short": 16, "long": 48}  # of the golden runs, in tokens
 
 
 def hash_words(n, k):
@@ -49,13 +49,12 @@ def fill(shape, k, scale=1.0, offset=0.0):
 def stats(t):
     v = t.detach().double().flatten().numpy()
     weight = (np.arange(len(v), dtype=np.uint64) * 2654435761 & LOW) / 2**32 - 0.5
-    return {"sum": v.sum(), "abs": np.abs(v).sum(), "l2": np.sqrt((v * v).sum()), "wsum": (v * weight).sum()}
+    return {"sum": v.sum(), "l2": np.sqrt((v * v).sum()), "wsum": (v * weight).sum()}
 
 
 def distance(t, golden):
     """Returns the largest difference of t's statistics from golden ones, in units of the golden l2."""
-    actual = stats(t)
-    return max(abs(actual[key] - golden[key]) for key in ("sum", "l2", "wsum")) / max(golden["l2"], 1e-30)
+    return max(abs(value - golden[key]) for key, value in stats(t).items()) / max(golden["l2"], 1e-30)
 
 
 # fmt: off
@@ -72,7 +71,6 @@ FILL = {  # k, scale, offset
     "smear_gate":     (12, .50, 0),
     "lm_head":        (14, .30, 0),
     "embed":          (15, .30, 0),
-    "bigram_embed":   (16, .40, 0),
     "mudd_w1":        (17, .10, 0),
     "mudd_w2":        (18, .15, 0),
     "mudd_w2g":       (26, .15, 0),
@@ -86,58 +84,48 @@ SIGN_STREAM, PREFIX_STREAM = 23, 24
 # fmt: on
 
 
-def golden_key(name):
-    """Returns the reference's name of a parameter."""
-    if name in ("smear_gate", "lm_head", "embed", "bigram_embed"):
-        return name + ".weight"
-    return "_" + name if name == "mudd_gate_scale" else name
+GOLDEN_KEYS = {  # the reference's names, where they are not ours
+    "narrow_qk_bank": "qk_bank",
+    "smear_gate": "smear_gate.weight",
+    "lm_head": "lm_head.weight",
+    "embed": "embed.weight",
+    "mudd_gate_scale": "_mudd_gate_scale",
+}
 
 
 SLOTS = (0, 2, 5, 1, 8, 3, 10)  # the reference's order of the layers with attention
-OURS = sorted(SLOTS)
+SLOT_OF = {layer: SLOTS.index(layer) for layer in sorted(SLOTS)}
 GATE_COLUMNS = [*range(23)], [*range(12, 23), 27, 28]  # that are read, of the reference's
 
 # The reference's numbers of the streams that the last mix reads, in our order.
 MIX_ORDER = [0, 1, 2, 4, 3, 5, 7, 6, 8, 9]
 
 
-def golden_shape(name, cfg):
+def golden_shape(name):
     """Returns the shape of the reference's parameter that ours is a part of."""
-    H, D, d, attention = cfg.heads, cfg.head_dim, cfg.dim, len(SLOTS)
-    shapes = {
-        "qk_bank": (attention * H, 2 * D, d),
-        "narrow_qk_bank": (attention * H, 2 * D, d),
-        "vo_bank": (2 * attention, d, d),
-        "mlp_bank": (12, 2, cfg.mlp_dim, d),
-        "value_embeds": (4 * cfg.padded_vocab, d),
-        "ve_gate_bank": (5, H, tg.GATE_DIM),
-        "mudd_w2": (2, 14, cfg.mudd_dim),
-        "mudd_w2g": (14, cfg.mix_groups, cfg.mudd_dim),
-        "mudd_gate_w2": (2, 41, cfg.mudd_dim),
-        "mudd_gate_b2": (2, 41),
-    }
-    return shapes.get(name) or tg.param_shapes(cfg, 1)[name]
+    return GOLDEN92["a_model"]["param_shapes"][GOLDEN_KEYS.get(name, name)] or [1]
 
 
 def golden_places(name, cfg):
     """Returns where our parameter's numbers are in the reference's, flattened, int64; -1: nowhere."""
-    shape, H, D = golden_shape(name, cfg), cfg.heads, cfg.head_dim
-    at = torch.arange(int(np.prod(shape))).view(shape)
+    H, D = cfg.heads, cfg.head_dim
+    shape = golden_shape(name)
+    at = torch.arange(math.prod(shape)).view(shape)
 
     def halves_by_head(t):  # (d, d): rows of half heads, then of the others
         return t.view(H, 2, D // 2, -1).transpose(0, 1).reshape(t.shape)
 
     if name in ("qk_bank", "narrow_qk_bank"):
         narrow = name.startswith("narrow")
-        slots = [SLOTS.index(i) for i in OURS if cfg.layers[i].narrow_qk == narrow]
+        slots = [slot for i, slot in SLOT_OF.items() if cfg.layers[i].narrow_qk == narrow]
         heads = at.view(len(SLOTS), 2 * H, D, -1)[slots]
         return heads[:, :, : D // 2 if narrow else D].reshape(tg.param_shapes(cfg, 1)[name])
     if name == "vo_bank":
-        for i in OURS:
+        pairs = at.unflatten(0, (-1, 2))[[*SLOT_OF.values()]]
+        for i, vo in zip(SLOT_OF, pairs):
             if cfg.layers[i].narrow_v:
-                v, o = 2 * SLOTS.index(i), 2 * SLOTS.index(i) + 1
-                at[v], at[o] = halves_by_head(at[v]), halves_by_head(at[o].T).T
-        return at.unflatten(0, (-1, 2))[[SLOTS.index(i) for i in OURS]].flatten(0, 1)
+                vo[0], vo[1] = halves_by_head(vo[0]), halves_by_head(vo[1].T).T
+        return pairs.flatten(0, 1)
     if name == "mlp_bank":
         return at[[0, 1, 2, 3, 4, 5, 6, 8, 11, 9, 10]].flatten(0, 1)
     if name == "value_embeds":
@@ -151,7 +139,7 @@ def golden_places(name, cfg):
         at[1, 10:] = -1  # there ours has what follows
     if name == "mudd_w2g":
         return at[MIX_ORDER]
-    return at[: tg.param_shapes(cfg, 1).get(name, shape)[0]]
+    return at[: tg.param_shapes(cfg, 1)[name][0]]
 
 
 def reference_parts(name, t):
@@ -164,19 +152,12 @@ def reference_parts(name, t):
 def golden_layout(tensors, cfg):
     """Returns our tensors by name as the reference stores them, by its names; 0 where ours has nothing."""
     stored = {}
-    parts = {part: view for name, t in tensors.items() for part, view in reference_parts(name, t).items()}
-    for name, t in parts.items():
-        key = golden_key(name.removeprefix("narrow_"))
-        whole = stored.setdefault(key, t.new_zeros(golden_shape(name, cfg)))
-        at = golden_places(name, cfg)
-        whole.view(-1)[at[at >= 0]] = t[: len(at)][at >= 0]
+    for ours, tensor in tensors.items():
+        for name, t in reference_parts(ours, tensor).items():
+            whole = stored.setdefault(GOLDEN_KEYS.get(name, name), t.new_zeros(golden_shape(name)))
+            at = golden_places(name, cfg)
+            whole.view(-1)[at[at >= 0]] = t[: len(at)][at >= 0]
     return stored
-
-
-def fill_parameter(p, name, cfg):
-    """Fills our part of the reference's parameter, and its padding with zeros."""
-    at, whole = golden_places(name, cfg), fill(golden_shape(name, cfg), *FILL[name]).flatten()
-    p.zero_()[: len(at)] = torch.where(at < 0, 0, whole[at])
 
 
 BIGRAMS = replace(tg.RECORD, ngrams=tg.Ngrams())  # the record preset with bigram_embed
@@ -196,7 +177,6 @@ def tiny_config(dtype, **changes):
         padded_vocab=512,
         bos_id=511,
         bigram_vocab_size=2560,
-        sign_rows=64,
         head_dim=32,
         head_chunk=24,
         mlp_dim=704,
@@ -206,7 +186,6 @@ def tiny_config(dtype, **changes):
         pointer_dim=0,
         microbatches=1,
         val_slice_tokens=64,
-        val_slices=1,
         stages=tuple(replace(stage, batch_tokens=64) for stage in tg.RECORD.stages),
     )
     return replace(BIGRAMS, **settings | changes)
@@ -214,37 +193,29 @@ def tiny_config(dtype, **changes):
 
 def golden_signs(shape):
     """Returns the random signs, float32, of `shape` (rows, columns)."""
-    words = hash_words(np.arange(shape[0] * shape[1]), SIGN_STREAM)
-    return torch.from_numpy(np.where(words >= 1 << 31, 1.0, -1.0).astype(np.float32)).view(shape)
+    return torch.where(fill(shape, SIGN_STREAM) < 0, -1.0, 1.0)
 
 
-def golden_prefixes(vocab_size=512):
-    """Returns a made-up prefix of each token, int64; -1 for none."""
-    words = hash_words(np.arange(vocab_size), PREFIX_STREAM)
-    return torch.from_numpy((words % (vocab_size + 1)).astype(np.int64) - 1)
+def golden_prefixes():
+    """Returns a made-up prefix of each of 512 tokens, int64; -1 for none."""
+    words = hash_words(np.arange(512), PREFIX_STREAM)
+    return torch.from_numpy((words % 513).astype(np.int64) - 1)
 
 
-def fill_model(model, tied=True):
+def fill_model(model, tied):
     """Fills parameters, signs and prefixes. Parameters that the reference lacks keep their initial values."""
     with torch.no_grad():
         model.signs.copy_(golden_signs(model.signs.shape))
-        model.prefixes.copy_(golden_prefixes(model.cfg.padded_vocab))
+        model.prefixes.copy_(golden_prefixes())
         for name, p in model.named_parameters():
             for part, view in reference_parts(name, p).items():
                 if part in FILL:
-                    fill_parameter(view, part, model.cfg)
+                    at = golden_places(part, model.cfg)
+                    whole = fill(golden_shape(part), *FILL[part]).flatten()
+                    view.zero_()[: len(at)] = torch.where(at < 0, 0, whole[at])  # padding is 0
         if tied:
             model.embed.copy_(model.lm_head.T)
     return model
-
-
-def tiny_batch():
-    """Returns 64 tokens in three documents."""
-    j = np.arange(65)
-    tokens = (31 * j * j + 7 * j) % 500
-    tokens[[0, 4, 57]] = 511
-    cfg = tiny_config("float32")
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array([4, 57]), 64, cfg)
 
 
 def targets_of(model, batch, plan):
@@ -261,35 +232,28 @@ def fp8_buffers(bank):
     return [torch.empty(shape, dtype=torch.float8_e4m3fn, device=bank.device) for shape in shapes]
 
 
-def head_of(w, main_grad=None):
-    """Returns the LMHead of a matrix w (d, V), with zeros or `main_grad` as its gradient so far."""
+def head_of(w):
+    """Returns the LMHead of a matrix w (d, V), with zeros as its gradient so far."""
     (spec,) = (row for row in tg.PARAMS if row.name == "lm_head")
-    head = tg.LMHead(spec, w, BASE, tg.Exchange(0, 1))
-    if main_grad is not None:
-        head.main_grad = main_grad
-    return head
+    return tg.LMHead(spec, w, BASE, tg.Exchange(0, 1))
 
 
-def backward(model, batch, plan, leaves=None):
-    """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
-    looked_up = model.look_up(batch, training=leaves is not None)
-    if leaves is not None:
-        leaves.update(looked_up)
+def backward(model, batch, plan):
+    """Runs a micro-batch forward and backward, which fills .grad. Returns the tensors that it looked up."""
+    looked_up = model.look_up(batch, training=True)
     x = model.forward(looked_up, batch, plan.windows)
-    w = model.lm_head
-    head = head_of(w)
+    head = head_of(model.lm_head)
     targets = targets_of(model, batch, plan)
-    weights = loss_weights(plan, model)
-    loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0)
+    _, dx = model.head_loss_and_grad(x, targets, loss_weights(plan, model), head, 1.0)
     x.backward(dx)
-    w.grad = head.main_grad
-    return loss
+    model.lm_head.grad = head.main_grad
+    return looked_up
 
 
 def write_shard(path, tokens, vocab_size=0, bos_id=0, text_bytes=0):
     header = shard_header(len(tokens), vocab_size, bos_id, text_bytes)
-    Path(path).write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
-    return Path(path)
+    path.write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
+    return path
 
 
 def batch_plan(batch_tokens, max_doc_len):
@@ -321,21 +285,17 @@ class CountingExchange(tg.Exchange):
         super().__post_init__()
         self.bytes_sent = Counter()
 
-    def count(self, what, nbytes):
-        if self.world_size > 1:
-            self.bytes_sent[what] += nbytes
-
     def reduce(self, name, grad, in_rank_order=False):
         kind = "all_to_all" if in_rank_order else "reduce_scatter"
-        self.count(f"{kind} {name}", grad.nbytes * (self.world_size - 1) // self.world_size)
+        self.bytes_sent[f"{kind} {name}"] += grad.nbytes * (self.world_size - 1) // self.world_size
         return super().reduce(name, grad, in_rank_order)
 
     def send_rows(self, kind, name, rows, input_splits, output_splits, out=None):
-        self.count(f"{kind} {name}", rows.nbytes - rows.split(input_splits)[self.rank].nbytes)
+        self.bytes_sent[f"{kind} {name}"] += rows.nbytes - rows.split(input_splits)[self.rank].nbytes
         return super().send_rows(kind, name, rows, input_splits, output_splits, out)
 
     def gather(self, name, t):
-        self.count(f"all_gather {name}", t.nbytes * (self.world_size - 1) // self.world_size)
+        self.bytes_sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
         return super().gather(name, t)
 
 
@@ -353,7 +313,7 @@ class FixedLoader:
         return next(self.batches)
 
     def position(self):
-        return 0, 0, 0
+        return ()
 
     def close(self):
         self.builder.shutdown()
@@ -374,12 +334,13 @@ def flatten(nest):
     return {keystr(path): value for path, value in tree_leaves_with_path(nest)}
 
 
+def bits_of(value):
+    """Returns a tensor's shape and bytes, any other value as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.detach().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
+    return value
+
+
 def same_bits(a, b):
-    """Compares two nests of dicts and lists of tensors and numbers bit by bit, NaN and -0 too."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_bits(value, b[key]) for key, value in a.items())
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same_bits, a, b))
-    if isinstance(a, torch.Tensor):
-        return torch.equal(*(t.contiguous().unsqueeze(-1).view(torch.uint8) for t in (a, b)))
-    return a == b
+    """Compares two nests of tensors and numbers bit by bit, NaN and -0 too."""
+    return tree_map(bits_of, a) == tree_map(bits_of, b)

@@ -1,4 +1,4 @@
-"""Tests MLPs in FP8 in training: whose maxima scale what, errors, and what must not be in FP8."""
+"""Tests MLPs in FP8 in training: whose maxima scale what, and what must not be in FP8."""
 
 # ruff: noqa: F811 (fixtures are imported)
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import fp8_buffers, prefetch_exchange, same_bits
+from golden_inputs import prefetch_exchange, same_bits
 from test_distributed import build, digest_of, few_layers, first_batch, run_steps  # noqa: F401 (a fixture)
 from test_switches import cfg  # noqa: F401 (a fixture)
 
@@ -110,21 +110,6 @@ def test_scales_follow_maxima(cfg):
     torch.testing.assert_close(model.fp8_scales, before, rtol=1e-6, atol=0)
 
 
-def places_of_scales(model):
-    return [t.data_ptr() for t in (model.fp8_scales, model.fp8_amax, model.weight_amax)]
-
-
-def test_scales_keep_their_addresses(cfg):
-    """What micro-batches read must be at the same place in every step, for CUDA graphs."""
-    _, model, optimizer = build(0, 1, cfg, backend=FP8)
-    places = places_of_scales(model)
-    state = tg.training_state(model, optimizer)
-    for _ in run_steps(model, optimizer):
-        pass
-    tg.restore(state, model, optimizer)
-    assert places_of_scales(model) == places
-
-
 @pytest.mark.parametrize("mlp_dim", [16, 48])
 def test_weights_and_their_transposes_have_memory_of_their_own(cfg, mlp_dim):
     """As wide as the model, the MLPs' transposes have the shapes of their weights."""
@@ -187,38 +172,3 @@ def test_what_is_not_in_fp8(cfg, main_grad):
     assert torch.equal(without, plain)
     assert 0 < (in_fp8 - plain).norm() < 0.2 * plain.norm()
     assert 0.01 < (grads[0] - grads[1]).norm() / grads[1].norm() < 0.3
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_errors(dtype):
-    """Compares results and gradients with fp64's, for random numbers with scales that clip nothing."""
-    g = torch.Generator().manual_seed(1)
-    h, dy = torch.randn(2, 128, 64, generator=g).to(dtype)
-    bank = torch.randn(2, 192, 64, generator=g).to(dtype)
-    scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [0, 0]])[None, ..., None, None]
-    h64 = h.double().requires_grad_()
-    fc64 = bank[0].double().requires_grad_()
-    proj64 = bank[1].double().requires_grad_()
-    square = tg.relu_square(h64, fc64)
-    exact = square @ proj64
-    exact.backward(dy.double())
-    da = tg.relu_square_grad(dy.double(), proj64, square).detach()
-    scales[0, 2, :, 0, 0] = torch.stack([square.max() * 1.8 / 448, da.abs().max() * 1.25 / 57344])
-    weights8, weights8_T = out = fp8_buffers(bank)
-    tg.fp8_mlp_weights(out, bank, scales, torch.zeros(1, 2))
-    mlp = tg.FP8MLP(weights8[0], weights8_T[0], scales[0], torch.zeros(1, 2))
-    fc = bank[0].clone().requires_grad_()
-    proj = bank[1].clone().requires_grad_()
-    h.requires_grad_()
-    y = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, FP8, mlp)
-    y.backward(dy)
-    assert y.dtype == h.grad.dtype == fc.grad.dtype == dtype
-    wants = {
-        "y": (y, exact),
-        "h": (h.grad, h64.grad),
-        "fc": (fc.grad, fc64.grad),
-        "proj": (proj.grad, proj64.grad),
-    }
-    for name, (found, want) in wants.items():
-        assert 0.02 < (found - want).norm() / want.norm() < 0.12, name

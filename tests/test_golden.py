@@ -1,4 +1,4 @@
-"""Compares prefixes, losses, XSA and MLPs in FP8 with golden numbers of a reference.
+"""Compares XSA and MLPs in FP8 with golden numbers of a reference.
 
 tests/golden/README.md says how they were made.
 """
@@ -8,67 +8,9 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import (
-    GOLDEN,
-    WORLD,
-    distance,
-    fill,
-    tiny_config,
-)
+from golden_inputs import GOLDEN, WORLD, fill, tiny_config
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.pinned("the losses, XSA or FP8 of record 89 or 92"),
-]
-
-
-def check_stats(t, golden):
-    """Compares with statistics of fp64."""
-    assert distance(t, golden) < 1e-11
-    assert t.abs().sum().item() == pytest.approx(golden["abs"], rel=1e-11)
-    near = 1e-11 * golden["l2"]
-    flat = t.flatten()
-    assert flat[:4].tolist() == pytest.approx(golden["first"], abs=near)
-    assert flat[golden["argmax_index"]].item() == pytest.approx(golden["argmax_value"], abs=near)
-
-
-# --------------------------------------------------------------------------------------------------- i prefix
-
-PREFIX = GOLDEN["i_prefix"]
-
-
-def prefix_loss(case, dtype, unit=0.0):
-    loss = PREFIX["loss"]
-    golden = loss["cases"][case]
-    prefix = [golden["prefix_weight"]] if golden["prefix_weight"] else []
-    logits = fill((loss["T"], loss["V"]), 900, 6, -2).to(dtype)
-    targets = tg.loss_targets(torch.tensor(loss["targets"]), len(golden["mtp_weights"]), None)
-    if prefix:
-        targets = torch.cat([targets, torch.tensor(loss["prefix_targets"])[:, None]], dim=1)
-    weights = torch.tensor([*golden["mtp_weights"], *prefix], dtype=torch.promote_types(dtype, torch.float32))
-    return tg.softcap_loss(logits, targets, weights, unit)
-
-
-PREFIX_CASES = PREFIX["loss"]["cases"]
-
-
-@pytest.mark.parametrize("case", PREFIX_CASES)
-def test_losses_with_prefixes(case):
-    golden = PREFIX_CASES[case]
-    losses, grad = prefix_loss(case, torch.float64)
-    assert losses.tolist() == pytest.approx(golden["loss_fp64"], rel=1e-12)
-    check_stats(grad, golden["dlogits_derivative_fp64"])
-    for row, want in zip((0, 1, 6), golden["dlogits_derivative_rows_0_1_6_fp64"], strict=True):
-        assert grad[row].tolist() == pytest.approx(want, abs=1e-14)
-
-
-@pytest.mark.parametrize("case", PREFIX_CASES)
-def test_fp8_gradient_of_bf16_logits(case):
-    """Compares e5m2 codes. The reference's sigmoids are rounded: few codes are one step off."""
-    _, grad, _ = prefix_loss(case, torch.bfloat16, 0.75 / 448)
-    want = np.array(PREFIX_CASES[case]["bf16_logits_e5m2_codes_row_1"])
-    steps = grad[1].view(torch.uint8).numpy().astype(int) - want
-    assert np.abs(steps).max() <= 1 and np.count_nonzero(steps) < 6
+pytestmark = [pytest.mark.numeric, pytest.mark.pinned("XSA or FP8 of record 89 or 92")]
 
 
 # ------------------------------------------------------------------------------------------------------ l xsa
@@ -85,10 +27,8 @@ def test_xsa():
     out = tg.without_own_value(y, v, alpha)
     out.backward(fill((T, H, D), 813).double())
     assert out.flatten().tolist() == pytest.approx(XSA["out"], abs=1e-14)
-    check_stats(out.detach(), XSA["out_stats"])
     for name, t in {"y": y, "v": v, "alpha": alpha}.items():
         assert t.grad.flatten().tolist() == pytest.approx(XSA[f"grad_{name}"], rel=1e-12, abs=1e-13)
-        check_stats(t.grad, XSA["grad_stats"][name])
     assert torch.equal(out[3, 1], y[3, 1]) and not v.grad[3, 1].any() and not alpha.grad[3, 1].any()
 
 

@@ -145,6 +145,3 @@ def test_head():
     assert loss.item() == pytest.approx(sum(want["losses"]), rel=1e-6)
     assert codes(dlogits8) == want["dlogits8"]
     assert distance(dx, want["dx"]) < 1e-4 and distance(head.main_grad, want["dW"]) < 1e-4
-    # What 8 bits cost.
-    for found, exact in zip(losses.tolist(), golden["losses_of_unrounded_logits"], strict=True):
-        assert found == pytest.approx(exact, abs=0.5)

@@ -6,8 +6,9 @@ GPU can capture these operations, and how its streams and allocator behave.
 """
 
 import contextlib
+import copy
+import functools
 import itertools
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -97,35 +98,15 @@ def cfg(few_layers):  # noqa: F811
     return replace(cfg, dtype="float32", bank_dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def plain(cfg):
-    """Returns what train() returns without graphs, once for each config."""
-    known = {}
-
-    def train_once(cfg):
-        if cfg not in known:
-            known[cfg] = train(cfg)
-        return known[cfg]
-
-    return train_once
-
-
-def start(cfg):
-    """Returns what a warmed-up run works with."""
-    _, model, optimizer = build(0, 1, cfg, backend=tg.TORCH_BACKEND._replace(fp8=cfg.fp8))
-    data = tg.open_dataset(cfg)
-    training = tg.Training(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch_exchange(0, 1))
-    tg.warm_up(training)
-    return training
-
-
 def train(cfg, saved=None):
     """Trains after a warm-up, or goes on from a checkpoint. Returns losses, parameters, and a checkpoint.
 
     The graphs' run validates between steps, with other stages' rotary tables; a step's inputs stay in place.
     """
-    training = start(cfg)
-    model, optimizer = training.model, training.optimizer
+    _, model, optimizer = build(0, 1, cfg, backend=tg.TORCH_BACKEND._replace(fp8=cfg.fp8))
+    data = tg.open_dataset(cfg)
+    val = tg.ValLoader(cfg, data.val)
+    tg.warm_up(tg.Training(data, model, optimizer, val, prefetch_exchange(0, 1)))
     warmed_up = StandInGraph.count
     first, position = 0, (0, 0)
     if saved:
@@ -141,11 +122,10 @@ def train(cfg, saved=None):
             checkpoint = tg.training_state(model, optimizer)
             checkpoint |= {"step": step + 1, "position": batch.position}
             if optimizer.ngrams:
-                ngrams = optimizer.ngrams.state_dict()
-                checkpoint["ngrams"] = {name: t.clone() for name, t in ngrams.items()}
+                checkpoint["ngrams"] = copy.deepcopy(optimizer.ngrams.state_dict())
         elif cfg.cuda_graphs:
             model.use_rotary((batch.plan.stage + step) % len(cfg.stages))
-            tg.validate(model, training.val, optimizer.exchange, batch.plan.windows)
+            tg.validate(model, val, optimizer.exchange, batch.plan.windows)
     if cfg.cuda_graphs:
         assert StandInGraph.count == warmed_up, "a graph was captured on the clock"
         for captured in model.graphs.captured.values():
@@ -155,11 +135,14 @@ def train(cfg, saved=None):
     return losses, digest(model, optimizer), checkpoint
 
 
+train_once = functools.cache(train)  # without graphs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_replays_change_no_bit(cfg, variant, plain, stand_ins):
+def test_replays_change_no_bit(cfg, variant, stand_ins):
     cfg = replace(cfg, **VARIANTS[variant])
-    losses, parameters, _ = plain(cfg)
+    losses, parameters, _ = train_once(cfg)
     assert StandInGraph.count == 0
     losses_by_graphs, parameters_by_graphs, _ = train(replace(cfg, cuda_graphs=True))
     assert StandInGraph.count >= 8
@@ -169,9 +152,9 @@ def test_replays_change_no_bit(cfg, variant, plain, stand_ins):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["ngrams, no pointer", "fp8"])
-def test_a_resumed_run_replays_its_own_graphs(cfg, variant, plain, stand_ins):
+def test_a_resumed_run_replays_its_own_graphs(cfg, variant, stand_ins):
     cfg = replace(cfg, **VARIANTS[variant])
-    losses, parameters, checkpoint = plain(cfg)
+    losses, parameters, checkpoint = train_once(cfg)
     losses_after, parameters_after, _ = train(replace(cfg, cuda_graphs=True), checkpoint)
     assert losses_after == losses[SAVED_AFTER:]
     assert parameters_after == parameters
@@ -220,26 +203,12 @@ def make_signs_anew(patch):
 def test_what_a_graph_cannot_see_is_found(cfg, mutate, stand_ins):
     """Checks that the tests above can fail: runs differ, or graphs are captured on the clock or never."""
     cfg = replace(cfg, stages=cfg.stages[2:], late_updates_from=2)
-    with pytest.MonkeyPatch.context() as patch:
-        mutate(patch)
-        plain = train(cfg)[:2]
-    with pytest.MonkeyPatch.context() as patch:
-        mutate(patch)
-        with pytest.raises(AssertionError):
-            assert train(replace(cfg, cuda_graphs=True))[:2] == plain
 
+    def mutated_train(cfg):
+        with pytest.MonkeyPatch.context() as patch:
+            mutate(patch)
+            return train(cfg)[:2]
 
-def test_the_warm_up_captures_what_the_record_does():
-    """Counts how often the warm-up does each kind of step of the record preset: the second time captures."""
-    cfg = tg.RECORD
-    counts = Counter()
-    for steps in tg.warmup_steps(cfg):
-        counts.update(kind_of(cfg, step) for step in steps)
-    for step in range(cfg.steps):
-        assert counts[kind_of(cfg, step)] >= 2, step
-
-
-def kind_of(cfg, step):
-    """Returns what a step's graph depends on. lm_head is updated after every second step."""
-    plan = tg.plan_step(cfg, step)
-    return plan.stage, plan.sampled_columns, len(plan.loss_weights), step % 2
+    plain = mutated_train(cfg)
+    with pytest.raises(AssertionError):
+        assert mutated_train(replace(cfg, cuda_graphs=True)) == plain

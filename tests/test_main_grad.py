@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
 from golden_inputs import head_of, targets_of
-from test_distributed import batches_of, build, cfg, first_batch, run_steps, with_dtype  # noqa: F401 (a fixture)
+from test_distributed import build, cfg, first_batch, run_steps, with_dtype  # noqa: F401 (a fixture)
 
 NEAR = dict(rtol=1e-12, atol=1e-13)
 BANKS = [row.name for row in tg.PARAMS if row.kind == "bank"]
@@ -27,33 +27,9 @@ def randn(*shape, seed):
 
 # ----------------------------------------------------------------------------------------------- the contract
 
-# Each operation with one weight under test, and in plain torch. The head does its backward.
+# Each operation with one weight under test, and in plain torch.
 
 
-def run_head(x, w, head):
-    model = tg.GPT.__new__(tg.GPT)  # only its head is needed
-    torch.nn.Module.__init__(model)
-    model.cfg = replace(tg.RECORD, head_chunk=3, dtype="float64")
-    model.lm_head = w
-    model.backend = tg.TORCH_BACKEND
-    targets = tg.loss_targets(TARGETS, 2, PREFIXES)
-    weights = torch.tensor([1.0, 0.5, 0.25], dtype=x.dtype)
-    _, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0)
-    x.backward(dx)
-
-
-def plain_head(x, w):
-    cap = tg.RECORD.softcap
-    z = cap.scale * torch.sigmoid((x @ w + cap.shift) / cap.span)
-    logp = z.log_softmax(-1)
-    rows = torch.arange(len(x))
-    loss = -logp[rows, TARGETS].sum() - 0.5 * logp[rows[:-1], TARGETS[1:]].sum()
-    prefixes = PREFIXES[TARGETS]
-    (loss - 0.25 * logp[rows, prefixes][prefixes >= 0].sum()).backward()
-
-
-TARGETS = torch.tensor([3, 0, 7, 7, 2])
-PREFIXES = torch.tensor([-1, 0, 0, 1, -1, 3, 2, 6])
 OTHER = randn(8, 6, seed=1)  # the MLP's weight that is not under test
 
 
@@ -85,96 +61,77 @@ def plain_proj(x, w):
     return tg.relu_square(x, OTHER) @ w
 
 
-OPERATIONS = {  # how the script runs it, in plain torch, the weight's shape
-    "linear": (run_linear, plain_linear, (8, 6)),
-    "fc": (run_fc, plain_fc, (8, 6)),
-    "proj": (run_proj, plain_proj, (8, 6)),
-    "head": (run_head, plain_head, (6, 8)),
+OPERATIONS = {  # how the script runs it, in plain torch
+    "linear": (run_linear, plain_linear),
+    "fc": (run_fc, plain_fc),
+    "proj": (run_proj, plain_proj),
 }
 # fmt: off
 CASES = {  # main_grad, weight has grad_added_to_main_grad
-    "plain":                (False, False),
-    "in place":             (True,  False),
-    "in place, with dummy": (True,  True),
+    "plain":            (False, False),
+    "plain, marked":    (False, True),
+    "in place":         (True,  False),
+    "in place, marked": (True,  True),
 }
 # fmt: on
-FORMS = {"eager": None, "in a graph": "aot_eager"}  # torch.compile's backend
-CONTRACTS = []
-for case in CASES:
-    for operation in ("linear", "fc", "proj"):
-        for form in FORMS:
-            CONTRACTS.append((form, case, operation))
-    # The head's gradient is never autograd's: its backward runs in the forward.
-    if case != "plain":
-        CONTRACTS.append(("eager", case, "head"))
 
 
-def differentiate(operation, run, x, *weights):
-    """Differentiates an operation, with the sum of squares as the loss; the head does its own backward."""
-    y = run(x, *weights)
-    if operation != "head":
-        y.square().sum().backward()
-
-
-@pytest.mark.forms("a gradient by hand (relu_square_grad, MLP.backward, the head's) and autograd's")
-@pytest.mark.parametrize("form, case, operation", CONTRACTS)
-def test_contract(form, case, operation):
+@pytest.mark.forms("a gradient by hand (relu_square_grad, MLP.backward) and autograd's")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_contract(compiled, case, operation):
     """Checks two optimizer steps: the gradient is autograd's, in the one place that the case names.
 
     Hooks run once for each micro-batch, when its gradient is in place.
     """
-    in_place, dummy = CASES[case]
-    run, plain, shape = OPERATIONS[operation]
-    w = randn(*shape, seed=2)
-    main_grad = None
-    if in_place:
-        main_grad = torch.full(shape, torch.nan, dtype=w.dtype)  # to be overwritten
+    in_place, marked = CASES[case]
+    run, plain = OPERATIONS[operation]
+    w = randn(8, 6, seed=2)
     param = head_of(w)
-    param.main_grad = main_grad
-    w.requires_grad_(not in_place or dummy)
+    param.main_grad = None
+    if in_place:
+        param.main_grad = torch.full_like(w, math.nan)  # to be overwritten
+    w.requires_grad_(not in_place or marked)
     graphs = counters["stats"]["unique_graphs"]
-    if FORMS[form]:
+    if compiled:
         torch._dynamo.reset()
-        run = torch.compile(run, backend=FORMS[form], fullgraph=True)
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
     fired = 0
-    if dummy:
+
+    def hook(p):
+        nonlocal fired
+        assert p.grad_added_to_main_grad and p.grad.shape == p.shape
+        assert p.grad.untyped_storage().data_ptr() != param.main_grad.untyped_storage().data_ptr()
+        assert torch.allclose(param.main_grad, twin.grad, **NEAR)
+        p.grad = None
+        p.grad_added_to_main_grad = False
+        fired += 1
+
+    if marked:
         w.grad_added_to_main_grad = False
-
-        def hook(p):
-            nonlocal fired
-            assert p.grad_added_to_main_grad and p.grad.shape == p.shape
-            assert p.grad.untyped_storage().data_ptr() != main_grad.untyped_storage().data_ptr()
-            assert torch.allclose(main_grad, twin.grad, **NEAR)
-            p.grad = None
-            p.grad_added_to_main_grad = False
-            fired += 1
-
-        w.register_post_accumulate_grad_hook(hook)
+        if in_place:
+            w.register_post_accumulate_grad_hook(hook)
 
     for step in range(2):
         twin = w.detach().clone().requires_grad_()
         for i in range(3):
-            x = randn(5, 6, seed=10 * step + i)
-            y = x.clone()
-            differentiate(operation, plain, x.requires_grad_(), twin)
-            if operation == "head":
-                differentiate(operation, run, y.requires_grad_(), w, param)
-            else:
-                differentiate(operation, run, y.requires_grad_(), param.weight())
+            x = randn(5, 6, seed=10 * step + i).requires_grad_()
+            y = x.detach().clone().requires_grad_()
+            plain(x, twin).square().sum().backward()
+            run(y, param.weight()).square().sum().backward()
             torch.testing.assert_close(y.grad, x.grad, **NEAR)
             param.end_backward()
-        if dummy:
-            assert fired == (step + 1) * 3
-        found = param.grad()
+            if marked:
+                assert not w.grad_added_to_main_grad
         if in_place:
-            assert found is main_grad and w.grad is None
+            assert fired == 3 * (step + 1) * marked and w.grad is None
         else:
-            assert found is w.grad and found is not None
-        torch.testing.assert_close(found, twin.grad, **NEAR)
+            assert param.grad() is w.grad
+        torch.testing.assert_close(param.grad(), twin.grad, **NEAR)
         param.clear()  # the optimizer's step
         assert w.grad is None
-    # One graph overwrites and adds.
-    assert counters["stats"]["unique_graphs"] == graphs + (FORMS[form] is not None)
+    assert counters["stats"]["unique_graphs"] == graphs + compiled  # one graph overwrites and adds
 
 
 def test_a_copy_of_the_script_leaves_its_operation():
@@ -202,59 +159,27 @@ def test_write_grad(written):
     torch.testing.assert_close(main_grad.double(), want, rtol=2**-8, atol=1e-4)
 
 
-def run_mlp_twice(backend, in_place):
-    """Runs forward and backward of an fp32 MLP twice; returns y and the gradients of h, fc and proj."""
-    h = randn(70, 8, seed=0).float().requires_grad_()
+def test_mlp_in_bf16():
+    """Roundings of 2^-9 leave an fp32 MLP near its fp32 result; its gradients are fp32, and summed."""
     fc = randn(24, 8, seed=1).float()
     proj = randn(24, 8, seed=2).float()
-    dy = randn(70, 8, seed=3).float()
-    fc_grad = torch.full_like(fc, torch.nan)
-    proj_grad = torch.full_like(proj, torch.nan)
-    dtype = backend.mlp_dtype or torch.float32
-    for written in (False, True):
-        if in_place:
-            flag = torch.tensor(written)
-            weights = tg.Weight(fc, fc_grad, flag), tg.Weight(proj, proj_grad, flag)
-        else:
-            weights = tg.Weight(fc.requires_grad_()), tg.Weight(proj.requires_grad_())
-        y = tg.MLP.apply(h.to(dtype), weights, fc.to(dtype), proj.to(dtype), backend, None).float()
-        y.backward(dy)
-    if in_place:
-        return [y.detach(), h.grad, fc_grad, proj_grad]
-    return [y.detach(), h.grad, fc.grad, proj.grad]
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_mlp_in_bf16(in_place):
-    """Roundings of 2^-9 leave an fp32 MLP near its fp32 result; its gradients are fp32, and summed."""
-    in_bf16 = tg.TORCH_BACKEND._replace(mlp_dtype=torch.bfloat16, relu_square_grad=tg.relu_square_grad_bf16)
-    plain = run_mlp_twice(tg.TORCH_BACKEND, in_place)
-    rounded = run_mlp_twice(in_bf16, in_place)
-    for want, found in zip(plain, rounded):
+    results = []
+    for dtype, backward in (torch.float32, tg.relu_square_grad), (torch.bfloat16, tg.relu_square_grad_bf16):
+        backend = tg.TORCH_BACKEND._replace(relu_square_grad=backward)
+        h = randn(70, 8, seed=0).float().requires_grad_()
+        fc_grad = torch.full_like(fc, math.nan)
+        proj_grad = torch.full_like(proj, math.nan)
+        for written in torch.tensor([False, True]):
+            weights = tg.Weight(fc, fc_grad, written), tg.Weight(proj, proj_grad, written)
+            y = tg.MLP.apply(h.to(dtype), weights, fc.to(dtype), proj.to(dtype), backend, None).float()
+            y.backward(randn(70, 8, seed=3).float())
+        results.append([y.detach(), h.grad, fc_grad, proj_grad])
+    for want, found in zip(*results):
         assert want.dtype == found.dtype == torch.float32
         assert 0 < (found - want).norm() / want.norm() < 2**-7
 
 
 # ----------------------------------------------------------------------------------------------- whole models
-
-
-def gradients_of_a_batch(cfg, marked=()):
-    """Returns the first batch's gradients, and which parameters have a .grad."""
-    _, model, optimizer = build(0, 1, cfg)
-    for name in marked:
-        model.get_parameter(name).grad_added_to_main_grad = False
-    optimizer.step = lambda *_: None
-    tg.train_step(model, optimizer, first_batch(cfg))
-    grads = {}
-    with_grad = set()
-    for name, param in optimizer.params.items():
-        if not isinstance(param, tg.SmallParams) and param.main_grad is not None:
-            grads[name] = param.main_grad
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            grads[name] = p.grad
-            with_grad.add(name)
-    return grads, with_grad
 
 
 def plain_pointer(model, x, micro_batch):
@@ -309,72 +234,29 @@ def autograds_gradients(cfg):
 
 
 @pytest.mark.forms("a gradient by hand (the MLP's, the head's, the pointer's, a table's) and autograd's")
-@pytest.mark.parametrize("changes", [{"main_grad": False}, {}])
-def test_gradients_of_a_batch_are_autograds(cfg, changes):
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_gradients_of_a_batch_are_autograds(cfg, main_grad):
     """Compares all parameters' sums over eight micro-batches, in fp64, with gradients of plain torch.
 
     Only what autograd sums has a .grad: small parameters, and banks without main_grad.
     """
-    grads, with_grad = gradients_of_a_batch(replace(cfg, **changes))
+    cfg = replace(cfg, main_grad=main_grad)
+    _, model, optimizer = build(0, 1, cfg)
+    optimizer.step = lambda *_: None
+    tg.train_step(model, optimizer, first_batch(cfg))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    kinds = ["small"]
+    if not main_grad:
+        kinds.append("bank")
+    assert grads.keys() == {row.name for row in cfg.params if row.kind in kinds}
+    for name, param in optimizer.params.items():
+        if not isinstance(param, tg.SmallParams) and param.main_grad is not None:
+            grads[name] = param.main_grad
     want = autograds_gradients(cfg)
     assert grads.keys() == want.keys()
     for name, grad in grads.items():
         assert grad.any(), name
         torch.testing.assert_close(grad, want[name], rtol=1e-10, atol=1e-11, msg=name)
-    kinds = ["small"]
-    if "main_grad" in changes:
-        kinds.append("bank")
-    assert with_grad == {row.name for row in cfg.params if row.kind in kinds}
-
-
-def test_autograds_gradient_of_a_marked_parameter(cfg, monkeypatch):
-    """Without a main_grad autograd sums the gradient: another one, not initialized, must not follow."""
-    cfg = replace(cfg, main_grad=False)
-    want, _ = gradients_of_a_batch(cfg)
-    monkeypatch.setattr(torch, "empty_like", lambda t, **options: torch.full_like(t, math.nan, **options))
-    found, _ = gradients_of_a_batch(cfg, BANKS)
-    for name in BANKS:
-        assert torch.equal(found[name], want[name]), name
-
-
-def test_when_the_heads_product_runs(cfg, monkeypatch):
-    """Checks that it runs at once, before its micro-batch's backward, on steps that do not send it too."""
-    cfg = replace(cfg, head_chunk=1000, microbatches=2)
-    exchange, model, optimizer = build(0, 1, cfg)
-    batches = batches_of(cfg, 0, 1)
-    reduce = exchange.reduce
-    write_grad = tg.write_grad
-    events = []
-
-    def record(event, function):
-        def recording(*args, **options):
-            events.append(event)
-            return function(*args, **options)
-
-        return recording
-
-    def record_reduce(name, *args, **options):
-        if name in [*BANKS, "lm_head"]:
-            events.append(name)
-        return reduce(name, *args, **options)
-
-    def record_head(out, *args):
-        if out.data_ptr() == optimizer.params["lm_head"].main_grad.data_ptr():
-            events.append("head's product")
-        write_grad(out, *args)
-
-    exchange.reduce = record_reduce
-    optimizer.step = record("step", optimizer.step)
-    monkeypatch.setattr(tg, "write_grad", record_head)
-    monkeypatch.setattr(torch.autograd, "backward", record("backward", torch.autograd.backward))
-    two_micro_batches = ["head's product", "backward"] * 2
-    want = two_micro_batches + ["step"] + BANKS
-    tg.train_step(model, optimizer, batches.next())
-    assert events == want
-    events.clear()
-    tg.train_step(model, optimizer, batches.next())  # it sends lm_head, too
-    assert events == want + ["lm_head"]
-    batches.loader.close()
 
 
 # ----------------------------------------------------------------------------------------------------- memory

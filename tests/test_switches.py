@@ -4,8 +4,6 @@ They agree to the bit or within a stated bound. Triton's kernels run in its inte
 tests compile alone.
 """
 
-import multiprocessing
-import pickle
 import random
 from dataclasses import replace
 from functools import cache, partial
@@ -16,7 +14,7 @@ import torch.nn.functional as F
 
 import train_gpt as tg
 from test_distributed import build, dense, few_layers, run_steps, states, with_dtype  # noqa: F401 (a fixture)
-from test_kernels import skip_without_triton
+from test_kernels import interpreted  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +29,6 @@ def cfg(few_layers):  # noqa: F811
     return replace(cfg, head_chunk=16, main_grad=False, pointer_dim=16, bf16_mlp=False)
 
 
-@pytest.fixture(scope="module")
-def run_interpreted():
-    """Returns run(function, *args), which calls the function in a process with Triton's interpreter.
-
-    Triton chooses its interpreter when it is imported.
-    """
-    skip_without_triton()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
-        pool.apply(len, ("",))  # it has started
-    with pool:
-        yield lambda function, *args: pickle.loads(pool.apply(pickled, (function, *args)))
-
-
-def pickled(function, *args):
-    """Returns the result as bytes: tensors would travel in shared memory."""
-    return pickle.dumps(function(*args))
-
-
 # Bounds on the relative difference of losses, and of each parameter's change over the run, by its norm.
 # Rounding differently is 1e-7 of a gradient, which orthogonalize and Adam's first steps, close to signs, blow
 # up. FP8's gradients have two bits of mantissa: what they do to one number is large, to the loss it is small.
@@ -59,35 +37,30 @@ FP8 = (1e-2, None)
 # Adam moves an entry whose gradients are noise as far as any other. So those entries are compared whose
 # root mean square gradient is above this share of the tensor's largest.
 NOISE = 1e-5
-SWITCHES = {
-    "main_grad": (["main_grad=true"], ROUNDING),
-    "reduction": (["params.*.reduction=fp32"], ROUNDING),
-    "sparse value_embeds": (["params.value_embeds.exchange=sparse"], ROUNDING),
-    "sparse bigram_embed": (["params.bigram_embed.exchange=sparse"], ROUNDING),
-    "sparse embed": (["params.embed.exchange=sparse"], ROUNDING),
+SWITCHES = {  # settings
+    "main_grad": "main_grad=true",
+    "reduction": "params.*.reduction=fp32",
+    "sparse value_embeds": "params.value_embeds.exchange=sparse",
+    "sparse bigram_embed": "params.bigram_embed.exchange=sparse",
+    "sparse embed": "params.embed.exchange=sparse",
+    "fp8": "fp8=true",
+    "fp8 head": "fp8=true fp8_mlp=false",
 }
 for kernel in tg.RECORD.kernels:
-    SWITCHES[f"kernel {kernel}"] = ([f"kernels={kernel}"], ROUNDING)
-SWITCHES |= {
-    "fp8": (["fp8=true"], FP8),
-    "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
-    "compile": (["compile=true"], ROUNDING),
-}
+    SWITCHES[f"kernel {kernel}"] = f"kernels={kernel}"
 NGRAMS = tg.Ngrams((2, 3), rows_per_order=50, width=12, dtype="float32", contexts=("word", "above", "copy"))
-PAIRS = [(a, b) for a in SWITCHES for b in SWITCHES if a < b and (a, b) != ("compile", "kernel relu_square")]
-PAIRS = random.Random(6).sample(PAIRS, 5)
-CASES = [pytest.param(("compile", "fp8"), marks=pytest.mark.long)]
-for name in SWITCHES:
-    if name != "compile":
-        CASES.append((name,))
-CASES += PAIRS
+PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a < b], 4)
+CASES = [(name,) for name in SWITCHES] + PAIRS
+SWITCHES["compile"] = "compile=true"
+CASES.append(pytest.param(("compile", "fp8"), marks=pytest.mark.long))
 
 
 def train(cfg, backend):
     """Trains a run; returns its losses, each parameter's change, that of the table of n-grams, and which
     entries of parameters had gradients, and which of them more than noise.
     """
-    _, model, optimizer = build(0, 1, cfg, backend=backend)
+    exchange, model, optimizer = build(0, 1, cfg, backend=backend)
+    exchange.segment_sum_rows = backend.segment_sum_rows
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = [loss.item() for _, loss in run_steps(model, optimizer)]
@@ -104,23 +77,7 @@ def train(cfg, backend):
     return losses, changes, known
 
 
-def train_switched(cfg, names):
-    """Trains with these switches on, in a process with the interpreter."""
-    kernels = set()
-    for name in names:
-        for setting in SWITCHES[name][0]:
-            cfg = tg.override(cfg, setting)
-            kernels |= set(cfg.kernels)
-    backend = tg.select_backend(replace(cfg, kernels=tuple(kernels)), torch.device("cpu"))
-    if not cfg.compile:
-        return train(cfg, backend)
-    # Traces only; test_compiled.py tests the generated code.
-    tg.COMPILER = cache(partial(torch.compile, fullgraph=True, backend="eager"))
-    try:
-        with torch._dynamo.config.patch(recompile_limit=64):
-            return train(cfg, backend)
-    finally:
-        tg.COMPILER = None
+train_plain = cache(partial(train, backend=tg.TORCH_BACKEND))
 
 
 # Parts of the model that can be left out: the setting, and the parameters that it takes away. Or adds, if a
@@ -138,27 +95,25 @@ PARTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """Returns plain(cfg): it trains a run without switches, once with n-grams and once without."""
-    runs = {}
-
-    def plain(cfg):
-        orders = cfg.ngrams.orders
-        if orders not in runs:
-            runs[orders] = train(cfg, tg.TORCH_BACKEND)
-        return runs[orders]
-
-    return plain
-
-
 @pytest.mark.slow
 @pytest.mark.forms("a fast form, which a setting switches on, and the plain one")
 @pytest.mark.parametrize("names", CASES, ids=" and ".join)
-def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
-    losses, changes, _ = run_interpreted(train_switched, cfg, names)
-    want_losses, want_changes, known = plain(cfg)
-    loss_bound, bound = max((SWITCHES[name][1] for name in names), key=lambda bounds: bounds[0])
+def test_a_switch_changes_nothing_but_rounding(cfg, interpreted, monkeypatch, names):  # noqa: F811
+    switched = cfg
+    kernels = set()
+    for name in names:
+        for setting in SWITCHES[name].split():
+            switched = tg.override(switched, setting)
+            kernels |= set(switched.kernels)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    backend = interpreted.select_backend(replace(switched, kernels=tuple(kernels)), torch.device("cpu"))
+    if switched.compile:  # traces only; test_compiled.py tests the generated code
+        compiler = cache(partial(torch.compile, fullgraph=True, backend="eager"))
+        monkeypatch.setattr(tg, "COMPILER", compiler)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        losses, changes, _ = train(switched, backend)
+    want_losses, want_changes, known = train_plain(cfg)
+    loss_bound, bound = FP8 if switched.fp8 else ROUNDING
     assert losses == pytest.approx(want_losses, rel=loss_bound, abs=0)
     assert losses[0] != losses[-1]
     assert changes.keys() == want_changes.keys()
@@ -172,16 +127,13 @@ def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, name
             assert F.cosine_similarity(changes[name].flatten(), want.flatten(), dim=0) > 0.5, name
 
 
-@pytest.mark.parametrize(
-    "part, ngrams", [(part, True) for part in PARTS] + [("ngram", False), ("sign_rows", False)]
-)
-def test_a_part_of_the_model_can_be_left_out(cfg, plain, part, ngrams):
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_the_model_can_be_left_out(cfg, part):
     """Checks that the run is another, that only the part's parameters go or come, and that others train."""
-    if ngrams:
-        cfg = replace(cfg, ngrams=NGRAMS)
+    cfg = replace(cfg, ngrams=NGRAMS)
     setting, of_the_part = PARTS[part]
-    losses, changes, _ = plain(cfg)
-    other_losses, other_changes, _ = train(tg.override(cfg, setting), tg.TORCH_BACKEND)
+    losses, changes, _ = train_plain(cfg)
+    other_losses, other_changes, _ = train_plain(tg.override(cfg, setting))
     assert changes.keys() ^ other_changes.keys() == of_the_part
     for loss, other_loss in zip(losses[-2:], other_losses[-2:]):
         assert 0 < abs(loss - other_loss) < 0.5
@@ -217,18 +169,22 @@ def test_any_layers_train_or_are_refused(cfg):
         if rng.random() < 0.4:  # none of a kind
             none = rng.choice([{"mlps": 0}, {"ngram": False}, {"value": False, "mudd": False}])
             layers = tuple(replace(layer, **none) for layer in layers)
-        first = rng.randrange(len(layers))
-        last = rng.randrange(1, 5)
         drawn = replace(
-            cfg, layers=layers, skip_from=first, skip_to=last, backout_from=rng.randrange(len(layers))
+            cfg,
+            layers=layers,
+            skip_from=rng.randrange(len(layers)),
+            skip_to=rng.randrange(1, 5),
+            backout_from=rng.randrange(len(layers)),
+            ngrams=rng.choice([cfg.ngrams, NGRAMS]),
+            main_grad=rng.random() < 0.5,
+            mudd_gates=rng.random() < 0.5,
+            mix_groups=rng.choice([1, 4]),
         )
-        drawn = replace(drawn, ngrams=rng.choice([cfg.ngrams, NGRAMS]), main_grad=rng.random() < 0.5)
-        drawn = replace(drawn, mudd_gates=rng.random() < 0.5, mix_groups=rng.choice([1, 4]))
         try:
             tg.check_config(drawn, 1)
         except tg.UserError:
             refused += 1
             continue
-        losses, _, _ = train(drawn, tg.TORCH_BACKEND)
+        losses, _, _ = train_plain(drawn)
         assert torch.tensor(losses).isfinite().all(), seed
     assert 0 < refused < 0.75 * count
