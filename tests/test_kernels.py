@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
@@ -237,17 +236,14 @@ def test_both_layouts(interpreted, guarded, T, d, dtype):
 def test_nan_stays(interpreted):
     """Checks losses and their gradients, also in FP8, and squares."""
     x = randn(3, 50)
-    targets = torch.tensor([[1], [2], [3]])
     x[1, 7] = math.nan
-    for name, args in (
-        ("softcap_loss", (x, targets, torch.ones(1), 0.0)),
-        ("softcap_loss", (x, targets, torch.ones(1), 1e-3)),
-        ("relu_square", (randn(5, 50, seed=1), x)),
-    ):
-        found = getattr(interpreted, f"triton_{name}")(*args)
-        want = getattr(tg, name)(*args)
-        for actual, exact in zip(found, want):
-            assert torch.equal(actual.float().isnan(), exact.float().isnan()) and exact.float().isnan().any()
+    targets = torch.tensor([[1], [2], [3]])
+    for unit in 0.0, 1e-3:
+        found = interpreted.triton_softcap_loss(x, targets, torch.ones(1), unit)
+        for actual, exact in zip(found, tg.softcap_loss(x, targets, torch.ones(1), unit)):
+            assert torch.equal(actual.isnan(), exact.isnan()) and actual.isnan().any()
+    square = interpreted.triton_relu_square(randn(5, 50, seed=1), x)
+    assert square.isnan().tolist() == 5 * [[False, True, False]]
 
 
 WEIGHTS = [torch.tensor([1.0, 0.5, 0.125, 0.25][:count]) for count in range(1, 5)]
@@ -282,25 +278,18 @@ def test_softcap_loss(interpreted, guarded, V, weights):
 
 
 def test_softcap_loss_of_another_cap(interpreted, guarded):
-    """Compares plain torch with autograd through 15 tanh(x / 15), and the kernel with plain torch."""
     cap = tg.Softcap(30.0, 0.0, 7.5)
-    weights = torch.ones(1)
-    logits, targets = loss_case(7, 131, 1, 0)
+    weights = WEIGHTS[1]
+    logits, targets = loss_case(7, 131, 2, 0)
     exact = tg.softcap_loss(logits.double(), targets, weights, cap=cap)
-    x = logits.double().requires_grad_()
-    target = targets[:, 0]
-    losses = F.cross_entropy(15 * (x / 15).tanh(), target, ignore_index=-1, reduction="none")
-    losses.sum().backward()
-    torch.testing.assert_close(exact, (losses.detach(), x.grad))
     check_loss(interpreted.triton_softcap_loss(logits, targets, weights, cap=cap), exact)
 
 
 def test_softcap_loss_of_extreme_logits(interpreted, guarded):
     extreme = torch.tensor([1e4, -1e4, 3e38, -3e38, 65504, -65504, 80, -80, 1e-40, -0.0, 0.0, -5.0])
-    constant = [extreme[:1].expand(12), extreme[1:2].expand(12), extreme[2:4].repeat(6)]
-    logits = nan_padded(torch.stack([extreme.roll(i) for i in range(12)] + constant))
+    logits = nan_padded(torch.stack([extreme.roll(i) for i in range(12)] + [extreme[:1].expand(12)]))
     for weights in WEIGHTS:
-        targets = torch.randint(-1, 12, (15, len(weights)), generator=generator(0))
+        targets = torch.randint(-1, 12, (13, len(weights)), generator=generator(0))
         actual = interpreted.triton_softcap_loss(logits, targets, weights)
         check_loss(actual, tg.softcap_loss(logits.double(), targets, weights))
 
@@ -459,9 +448,11 @@ def test_flash_attention(monkeypatch, widths):
     from torch.nn.attention import varlen
 
     def one_width(q, k, v, ends, key_ends, longest, longest_key, scale, window_size):
-        assert q.shape == k.shape == v.shape and window_size == (3, 0) and scale == 1
-        assert ends is key_ends and longest == longest_key == 5
-        return tg.dense_attention(q, k, v, ends, longest, window_size[0])
+        assert q.shape == k.shape == v.shape and scale == 1
+        assert ends is key_ends and longest == longest_key
+        window, after = window_size
+        assert after == 0
+        return tg.dense_attention(q, k, v, ends, longest, window)
 
     monkeypatch.setattr(varlen, "varlen_attn", one_width)
     q, k, v = (torch.randn(9, 2, widths[i]) for i in (0, 0, 1))
