@@ -10,9 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 import train_gpt as tg
 from launch import WAIT
@@ -20,7 +18,6 @@ from launch import WAIT
 BENCH = Path(tg.__file__).resolve().parent / "bench"
 sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]
 import check
-import collectives
 import kernels
 import launching
 import machine
@@ -50,24 +47,7 @@ def test_everything_runs_without_a_gpu(tmp_path):
     assert done.returncode == 0, [row for row in rows if row["ok"] is False]
     assert "no GPU" in done.stdout.splitlines()[0]
     assert {row["step"] for row in rows} == {each.step for each in check.CHECKS}
-    compared = set()
-    forms = 0
-    for row in rows:
-        if row["step"] == "kernels":
-            compared.add(row["what"].split()[0])
-        if row["form"] is not None:
-            forms += 1
-            assert {"ngrams", "mlp_bank"} < row["numbers"]["errors"].keys()
-    operations = {name for kernel in tg.KERNELS.values() for name in kernel}
-    assert compared == operations | {"attention", "fp8"}
-    assert forms == 3
     assert (tmp_path / "answers/run.txt").read_text().endswith("complete: yes\n")
-
-
-def test_the_environment_names_what_runs(setup):
-    seen = {row.what: row.seen for row in check.environment(setup)}
-    assert seen["software"].startswith(f"torch {torch.__version__}, ")
-    assert f", numpy {np.__version__}" in seen["software"]
 
 
 # ------------------------------------------------------------------------------- checks that fail, and time
@@ -140,38 +120,26 @@ def test_the_time_is_over():
 # ---------------------------------------------------------------------------------------- what is written
 
 
-@pytest.mark.parametrize(
-    "text, want",
-    [
-        ("--out=/root/out/c3 --minutes 4", "--out=c3 --minutes 4"),
-        ('File "/home/me/x/train_gpt.py", line 3', 'File "train_gpt.py", line 3'),
-        ("(/opt/torch/.venv/bin/python3)", "(python3)"),
-        ("3 GB/s, 1/2/3, bench/gpu/check.py, https://a.org/b/c", ""),  # no path of a machine
-    ],
-)
-def test_rows_hold_no_path_of_the_machine(text, want):
-    assert runner.without_paths(text) == (want or text)
-
-
-def test_a_row_is_on_disk_when_it_is_printed(tmp_path, monkeypatch):
+def test_a_row_is_on_disk_when_it_is_printed(tmp_path):
     """So that a machine which goes away has left what it found; without its paths, in any depth."""
-    monkeypatch.setattr(sys, "argv", ["check.py", "--out", "/root/out/c3"])
     report = runner.Report(tmp_path)
-    report.add(
-        Row("a", seen="it says\n/usr/bin/x", numbers={"table": ["in /usr/lib/y"]}, details="at /a/b/z")
-    )
-    call, row = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert call["call"] == ["--out", "c3"]
-    assert (row["seen"], row["numbers"]) == ("it says\nx", {"table": ["in y"]})
-    assert (tmp_path / "errors.txt").read_text().endswith("at z\n")
+    seen = "(/opt/a/b/z) 3 GB/s, bench/gpu/check.py, https://a.org/b"
+    report.add(Row("a", seen=seen, numbers={"table": ["in /usr/lib/y"]}, details="/opt/a/b/x"))
+    _, line = (tmp_path / "rows.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert row["seen"] == "(z) 3 GB/s, bench/gpu/check.py, https://a.org/b"
+    assert row["numbers"] == {"table": ["in y"]}
+    assert (tmp_path / "errors.txt").read_text().endswith("x\n")
     report.close([])
 
 
-@pytest.mark.parametrize("steps", ["host", "graphs", "launches", "rates", "host,graphs"])
-def test_what_needs_a_gpu_ends_with_one_line_without_one(steps, tmp_path):
-    with pytest.raises(SystemExit, match=f"^check.py: error: --only {steps} needs a GPU, and there is none$"):
-        check.main(["--only", steps, "--out", str(tmp_path / "answers")])
-    assert not (tmp_path / "answers").exists()
+@pytest.mark.parametrize("option, value", [("--only", "host,graphs"), ("--minutes", "nan")])
+def test_bad_options(option, value, tmp_path):
+    """There is no GPU, which the first needs, and no time."""
+    out = tmp_path / "answers"
+    with pytest.raises(SystemExit, match=f"^check.py: error: {option}"):
+        check.main([option, value, "--out", str(out)])
+    assert not out.exists()
 
 
 # --------------------------------------------------------------------------------------------- CUDA graphs
@@ -185,7 +153,6 @@ def run_with(*losses, ms=10.0):
 @pytest.mark.parametrize(
     "graphs, again, ok",
     [
-        ((8.0, 7.001), (8.0, 7.0), True),
         ((8.0, 7.004), (8.0, 7.0), False),
         ((8.0, 7.004), (8.0, 7.001), True),  # two plain runs differ by a fourth of that
         ((8.01, 7.0), (8.0, 7.0), False),  # only an early loss is wrong
@@ -196,19 +163,6 @@ def test_other_losses_with_graphs_are_noticed(graphs, again, ok):
     row = launching.judge("x", run_with(8.0, 7.0), run_with(*graphs, ms=5.0), run_with(*again))
     assert row.ok is ok
     assert "0.50 of the time, +0 MiB" in row.seen
-
-
-@pytest.mark.parametrize("name", launching.RUNS)
-def test_runs_with_graphs_capture_the_first_stage_before_the_clock_starts(name):
-    """So steps between two validations time nothing else: a call is captured when it comes again."""
-    cfg = machine.with_settings(tg.RECORD, f"{launching.RUNS[name]} cuda_graphs=true")
-    tg.check_config(cfg, 1)
-    visits = [0, 0]  # of even and odd steps of the first stage
-    for steps in tg.warmup_steps(cfg):
-        for step in steps:
-            if tg.plan_step(cfg, step).stage == 0:
-                visits[step % 2] += 1
-    assert min(visits) >= 2
 
 
 def test_what_a_log_says():
@@ -235,9 +189,6 @@ def row(feature="", ok=None, ms=(), **more):
 
 GRAD_LOSES = row("relu_square", ms=(1.2, 1.0), operation="relu_square_grad")
 FP8_WINS = row("relu_square", ms=(0.1, 1.4), operation="relu_square_fp8")
-ALL_WIN = []
-for name in tg.RECORD.kernels + ("fp8", "attention"):
-    ALL_WIN.append(row(name, ok=True, ms=(1.0, 2.0)))
 
 
 def kernels_without(name):
@@ -247,7 +198,6 @@ def kernels_without(name):
 @pytest.mark.parametrize(
     "rows, want",
     [
-        (ALL_WIN, ""),
         ([row("pointer", ok=True), row("pointer", ok=False)], kernels_without("pointer")),
         ([FP8_WINS, GRAD_LOSES], ""),
         ([GRAD_LOSES], kernels_without("relu_square") + " fp8_mlp=false"),
@@ -255,7 +205,6 @@ def kernels_without(name):
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.1, 2.0))], ""),
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.2, 1.9))], "attention_impl=dense"),
         ([row("attention", ms=(1.5, 2.0)), row("fa3", ok=True, ms=(1.0, 2.0))], "attention_impl=fa3"),
-        ([row("attention", ms=(1.5, 2.0)), row("fa3", ok=False, ms=(1.0, 2.0))], ""),
         ([row(off="fp8=false"), row(off="kernels=")], "fp8=false kernels="),
         # The whole step failed: the passing settings that change the least.
         (
@@ -267,25 +216,6 @@ def kernels_without(name):
 def test_chosen_settings(rows, want):
     chosen = check.choose_settings(rows)
     assert " ".join(f"{name}={value}" for name, value in chosen.items()) == want
-
-
-def test_an_operation_that_loses_is_named():
-    lines = check.closing([row(numbers={"gpus": 1}), FP8_WINS, GRAD_LOSES])
-    assert "relu_square_grad, 1.20 of" in lines[1] and "relu_square_fp8" not in " ".join(lines)
-
-
-def test_neither_an_old_driver_nor_no_time_is_success(tmp_path, monkeypatch):
-    answers = str(tmp_path)
-
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old")
-
-    with pytest.raises(SystemExit, match="--minutes"):
-        check.main(["--out", answers, "--minutes", "nan"], checks=())
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(SystemExit, match="driver"):
-        check.main(["--out", answers], checks=())
 
 
 # ------------------------------------------------------------------------------ what the checks must notice
@@ -321,72 +251,26 @@ def with_larger_result(function):
 
 
 def enlarge(t):
-    if t.itemsize == 1:
-        return (t.float() * 1.1).to(t.dtype)
-    return t * 1.05
+    factor = 1.1 if t.itemsize == 1 else 1.05
+    return (t.float() * factor).to(t.dtype)
 
 
 def test_compare_accepts_plain_torch_and_notices_mutants(setup):
     """A result that is 5 % too large, or 10 % in FP8, is noticed, and one wrong number."""
     cfg = replace(setup.cfg, kernels=tg.RECORD.kernels, attention_impl="varlen")
     mutants = {"softcap_loss": nan_in_grad, "segment_sum_rows": other_row}
-    widths = set()
+    compared = set()
     for case in kernels.kernel_cases(cfg, [0], setup.paths, setup.device):
         error, bound = kernels.compare(case, tg.TORCH_BACKEND)
         assert error <= bound, case[:2]
-        if case.operation == "attention":
-            q, _, v = case.args[:3]
-            _, heads, width = q.shape
-            widths.add((heads, width, v.size(2)))
         mutant = mutants.get(case.operation)
         if mutant is None:
             mutant = with_larger_result(getattr(tg.TORCH_BACKEND, case.operation))
         error, bound = kernels.compare(case, backend_with(case.operation, mutant))
         assert not error <= bound, case[:2]
-    # Paired heads, whose queries are narrow; narrow ones; wide ones.
-    assert widths == {(1, 8, 16), (2, 8, 8), (2, 16, 16)}
-
-
-def first_two_rows(args):
-    """Cuts each tensor among the arguments to its first two rows."""
-    cut = []
-    for x in args:
-        if isinstance(x, torch.Tensor) and x.ndim:
-            x = x[:2]
-        cut.append(x)
-    return tuple(cut)
-
-
-def with_largest_rounded_down(function):
-    """Returns the function with the largest number of its first result, FP8, one step nearer to zero."""
-
-    def rounded_down(*args):
-        first, other = function(*args)
-        largest = first.float().abs().argmax()
-        first.view(torch.uint8).view(-1)[largest] -= 1
-        return first, other
-
-    return rounded_down
-
-
-def test_compare_accepts_the_largest_fp8_number_rounded_the_other_way(setup):
-    """Another machine's sums, whose last bits differ, do that now and then. In two rows it weighs much."""
-    cfg = replace(setup.cfg, kernels=("relu_square", "cast_and_transpose"))
-    compared = set()
-    for case in kernels.kernel_cases(cfg, [0], setup.paths, setup.device):
-        if case.operation == "relu_square_fp8":
-            variant = len(case.args)
-        elif case.operation == "cast_and_transpose":
-            variant = case.args[-1]
-        else:
-            continue
-        case = case._replace(args=first_two_rows(case.args))
-        mutant = with_largest_rounded_down(getattr(tg.TORCH_BACKEND, case.operation))
-        backend = backend_with(case.operation, mutant)
-        error, bound = kernels.compare(case, backend)
-        assert 0 < error <= bound, case[:2]
-        compared.add((case.operation, variant))
-    assert len(compared) == 4
+        compared.add(case.operation)
+    operations = {name for kernel in tg.KERNELS.values() for name in kernel}
+    assert compared == operations | {"attention"}
 
 
 def test_gradients_notice_a_wrong_form(setup, monkeypatch):
@@ -400,30 +284,3 @@ def test_gradients_notice_a_wrong_form(setup, monkeypatch):
     monkeypatch.setattr(tg.MLP, "backward", staticmethod(wrong_backward))
     (wrong,) = check.gradients(setup, "compile=false")
     assert wrong.ok is False and wrong.numbers["errors"]["mlp_bank"] > 0.2
-
-
-class WrongExchange(tg.Exchange):
-    """Forgets to gather, and mixes up rows."""
-
-    def gather(self, name, t):
-        return tg.Pending(t)
-
-    def send_rows(self, kind, *args):
-        pending = super().send_rows(kind, *args)
-        if kind in ("rows", "gradient rows"):
-            pending = tg.Pending(pending.wait().flip(0))
-        return pending
-
-
-def wrong_calls(rank, world_size, kind):
-    calls = collectives.exchange_calls(kind(rank, world_size))
-    return [name for name, result, wanted in calls if not torch.equal(result, wanted)]
-
-
-@pytest.mark.slow
-def test_exchange_calls(workers):
-    assert workers(2, wrong_calls, tg.Exchange) == [[], []]
-    first, second = workers(2, wrong_calls, WrongExchange)
-    for dtype in ("bfloat16", "float32"):
-        expected = {f"gather {dtype}", f"rows {dtype}, uneven", f"sparse {dtype}, uneven"}
-        assert expected <= set(first + second)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
@@ -67,9 +66,13 @@ LAYOUTS = {  # memory layouts of a matrix, or of a batch of matrices
 
 
 class Guard(TorchFunctionMode):
-    """Surrounds new tensors with a wide margin of NaN, and checks at the end that nothing wrote to it."""
+    """Surrounds new tensors with a wide margin of NaN."""
 
     margin = 1 << 16
+
+    def __init__(self):
+        super().__init__()
+        self.buffers = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -78,16 +81,6 @@ class Guard(TorchFunctionMode):
             self.buffers.append(buffer)
             out = buffer[self.margin : -self.margin].view(out.shape)
         return out
-
-    def __enter__(self):
-        self.buffers = []
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        for buffer in self.buffers:
-            for margin in (buffer[: self.margin], buffer[-self.margin :]):
-                assert (margin.view(torch.uint8) == 255).all(), "written beyond the end"
 
 
 def skip_without_triton():
@@ -152,16 +145,16 @@ def interpreted():
 
 @pytest.fixture
 def guarded():
-    with Guard():
+    """Checks at the end that nothing wrote beyond the ends of new tensors."""
+    with Guard() as guard:
         yield
+    for buffer in guard.buffers:
+        for margin in buffer[: guard.margin], buffer[-guard.margin :]:
+            assert (margin.view(torch.uint8) == 255).all()
 
 
 # The last one has more tiles than fit in one group, and its last group is not full.
-# fmt: off
-RELU_SQUARE_SHAPES = [
-    (1, 1, 1), (127, 33, 129), (128, 32, 128), (129, 31, 127), (5, 70, 300), (300, 7, 5), (1100, 3, 257),
-]
-# fmt: on
+RELU_SQUARE_SHAPES = [(1, 1, 1), (127, 33, 129), (129, 31, 127), (5, 70, 300), (1100, 3, 257)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -190,19 +183,18 @@ def fp8_case(T, d, width, backward):
     bank = randn(2, width, d, seed=1)
     dy = randn(T, d, seed=2)
     # As the model has them: each at a multiple of 16 bytes, and nothing may be read between them.
-    pair = torch.full((2, 3, 2, 4, 1), torch.nan)[:, :, :, :1]
-    pair[:] = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
-    banks = bank.repeat(2, 1, 1)
-    weights, transposed = out = fp8_buffers(banks)
-    tg.fp8_mlp_weights(out, banks, pair, torch.zeros(2, 2))
+    scales = torch.full((3, 2, 4, 1), torch.nan)[:, :, :1]
+    scales[:] = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
+    weights, transposed = out = fp8_buffers(bank)
+    tg.fp8_mlp_weights(out, bank, scales[None], torch.zeros(1, 2))
     square = (h @ bank[0].T).relu().square()
     da = 2 * square.sqrt() * (dy @ bank[1].T)
-    pair[1, 2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])
-    mlp = tg.FP8MLP(weights[1], transposed[1], pair[1], torch.full((3, 2), 1e-9), 1)
+    scales[2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])
+    mlp = tg.FP8MLP(weights[0], transposed[0], scales, torch.full((3, 2), 1e-9), 1)
     if not backward:
-        return tg.to_fp8(h, pair[1, 0, 0], torch.float8_e4m3fn), mlp, None
-    square8 = tg.to_fp8(square, pair[1, 2, 0], torch.float8_e4m3fn)
-    return tg.to_fp8(dy, pair[1, 0, 1], torch.float8_e5m2), mlp, square8
+        return tg.to_fp8(h, scales[0, 0], torch.float8_e4m3fn), mlp, None
+    square8 = tg.to_fp8(square, scales[2, 0], torch.float8_e4m3fn)
+    return tg.to_fp8(dy, scales[0, 1], torch.float8_e5m2), mlp, square8
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -210,18 +202,20 @@ def fp8_case(T, d, width, backward):
 def test_relu_square_fp8(interpreted, guarded, T, d, width, backward):
     """Compares codes, both layouts, and maxima; sums of another order may round to the next bf16 number."""
     a8, mlp, square8 = fp8_case(T, d, width, backward)
-    limit = torch.finfo(a8.dtype).max
-    want, want_turned = tg.relu_square_fp8(a8, mlp, square8)
-    assert (want.float().abs() == limit).any() and torch.equal(bits(want.T.contiguous()), bits(want_turned))
+    want, _ = tg.relu_square_fp8(a8, mlp, square8)
+    assert (want.float().abs() == torch.finfo(a8.dtype).max).any()
     want_amax = mlp.amax.clone()
     mlp.amax.fill_(1e-9)
     found, turned = interpreted.triton_relu_square_fp8(a8, mlp, square8)
-    assert found.dtype == turned.dtype == a8.dtype and turned.is_contiguous()
-    assert torch.equal(bits(found.T.contiguous()), bits(turned))
+    assert found.dtype == a8.dtype and torch.equal(bits(found.T), bits(turned))
     apart = fp8_steps_apart(found, want)
     assert apart.max() <= 1 and apart.float().mean() < 0.001
     torch.testing.assert_close(mlp.amax, want_amax, rtol=2**-7, atol=0)
-    assert [n > 1e-6 for n in mlp.amax.flatten().tolist()] == [i == 2 + backward for i in range(6)]
+    assert (mlp.amax > 1e-6).nonzero().tolist() == [[1, int(backward)]]
+    for run in (tg.relu_square_fp8, interpreted.triton_relu_square_fp8):
+        mlp.amax.fill_(1e9)
+        run(a8, mlp, square8)
+        assert (mlp.amax == 1e9).all()  # a larger maximum stays
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -237,29 +231,17 @@ def test_both_layouts(interpreted, guarded, T, d, dtype):
     assert torch.equal(bits(found), bits(want)) and torch.equal(bits(turned), bits(want_turned))
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_relu_square_fp8_leaves_a_larger_maximum(interpreted, backward):
-    a8, mlp, square8 = fp8_case(32, 16, 16, backward)
-    for run in (tg.relu_square_fp8, interpreted.triton_relu_square_fp8):
-        mlp.amax.fill_(1e9)
-        run(a8, mlp, square8)
-        assert (mlp.amax == 1e9).all()
-
-
 def test_nan_stays(interpreted):
     """Checks losses and their gradients, also in FP8, and squares."""
     x = randn(3, 50)
-    targets = torch.tensor([[1], [2], [3]])
     x[1, 7] = math.nan
-    for name, args in (
-        ("softcap_loss", (x, targets, torch.ones(1), 0.0)),
-        ("softcap_loss", (x, targets, torch.ones(1), 1e-3)),
-        ("relu_square", (randn(5, 50, seed=1), x)),
-    ):
-        found = getattr(interpreted, f"triton_{name}")(*args)
-        want = getattr(tg, name)(*args)
-        for actual, exact in zip(found, want):
-            assert torch.equal(actual.float().isnan(), exact.float().isnan()) and exact.float().isnan().any()
+    targets = torch.tensor([[1], [2], [3]])
+    for unit in 0.0, 1e-3:
+        found = interpreted.triton_softcap_loss(x, targets, torch.ones(1), unit)
+        for actual, exact in zip(found, tg.softcap_loss(x, targets, torch.ones(1), unit)):
+            assert torch.equal(actual.isnan(), exact.isnan()) and actual.isnan().any()
+    square = interpreted.triton_relu_square(randn(5, 50, seed=1), x)
+    assert square.isnan().tolist() == 5 * [[False, True, False]]
 
 
 WEIGHTS = [torch.tensor([1.0, 0.5, 0.125, 0.25][:count]) for count in range(1, 5)]
@@ -285,7 +267,7 @@ def check_loss(actual, exact):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=len)
-@pytest.mark.parametrize("V", [1, 2, 131, 4095, 4096, 4097, 8209])
+@pytest.mark.parametrize("V", [1, 131, 4095, 4096, 4097, 8209])
 def test_softcap_loss(interpreted, guarded, V, weights):
     for seed, n in enumerate((1, 2, 3, 7)):
         logits, targets = loss_case(n, V, len(weights), seed)
@@ -294,26 +276,18 @@ def test_softcap_loss(interpreted, guarded, V, weights):
 
 
 def test_softcap_loss_of_another_cap(interpreted, guarded):
-    """Compares plain torch with autograd through 15 tanh(x / 15), and the kernel with plain torch."""
     cap = tg.Softcap(30.0, 0.0, 7.5)
-    weights = torch.ones(1)
-    logits, targets = loss_case(7, 131, 1, 0)
+    weights = WEIGHTS[1]
+    logits, targets = loss_case(7, 131, 2, 0)
     exact = tg.softcap_loss(logits.double(), targets, weights, cap=cap)
-    x = logits.double().requires_grad_()
-    target = targets[:, 0]
-    losses = F.cross_entropy(15 * (x / 15).tanh(), target, ignore_index=-1, reduction="none")
-    losses.sum().backward()
-    torch.testing.assert_close(exact, (losses.detach(), x.grad))
     check_loss(interpreted.triton_softcap_loss(logits, targets, weights, cap=cap), exact)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=len)
-def test_softcap_loss_of_extreme_logits(interpreted, guarded, weights):
+def test_softcap_loss_of_extreme_logits(interpreted, guarded):
     extreme = torch.tensor([1e4, -1e4, 3e38, -3e38, 65504, -65504, 80, -80, 1e-40, -0.0, 0.0, -5.0])
-    constant = [extreme[:1].expand(12), extreme[1:2].expand(12), extreme[2:4].repeat(6)]
-    logits = nan_padded(torch.stack([extreme.roll(i) for i in range(12)] + constant))
-    for seed in range(4):
-        targets = torch.randint(-1, 12, (15, len(weights)), generator=generator(seed))
+    logits = nan_padded(torch.stack([extreme.roll(i) for i in range(12)] + [extreme[:1].expand(12)]))
+    for weights in WEIGHTS:
+        targets = torch.randint(-1, 12, (13, len(weights)), generator=generator(0))
         actual = interpreted.triton_softcap_loss(logits, targets, weights)
         check_loss(actual, tg.softcap_loss(logits.double(), targets, weights))
 
@@ -324,34 +298,25 @@ def fp8_steps_apart(a, b):
     return (places[0] - places[1]).abs()
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=len)
 @pytest.mark.parametrize("unit", [tg.FP8_GRAD, tg.FP8_GRAD / 64, 1e-3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights, dtype):
-    for V, seed in ((131, 0), (4097, 1)):
-        logits, targets = loss_case(5, V, len(weights), seed)
+def test_softcap_loss_in_fp8(interpreted, guarded, unit, dtype):
+    """Compares the gradient with fp64, and its two layouts, also with a pointer; rows of several tiles."""
+    for (n, V), weights in zip([(5, 131), (32, 128), (70, 300), (3, 4097)], WEIGHTS):
+        logits, targets = loss_case(n, V, len(weights), seed=n)
         if dtype.itemsize == 1:
             logits = tg.to_fp8(logits, 1.0, dtype)
-        losses, actual, _ = interpreted.triton_softcap_loss(logits, targets, weights, unit)
-        exact = tg.softcap_loss(logits.float().double(), targets, weights)
-        torch.testing.assert_close(losses.double(), exact[0], rtol=1e-6, atol=2e-5)
-        apart = fp8_steps_apart(actual, tg.to_fp8(exact[1], unit, torch.float8_e5m2))
-        assert actual.dtype == torch.float8_e5m2 and actual.is_contiguous()
+        found = interpreted.triton_softcap_loss(logits, targets, weights, unit)
+        losses, exact = tg.softcap_loss(logits.float().double(), targets, weights)
+        torch.testing.assert_close(found[0].double(), losses, rtol=1e-6, atol=2e-5)
+        apart = fp8_steps_apart(found[1], tg.to_fp8(exact, unit, torch.float8_e5m2))
         assert apart.max() <= 1 and apart.float().mean() < 0.01  # they differ only near ties
-
-
-@pytest.mark.parametrize("pointed", [False, True])
-@pytest.mark.parametrize("n, V", [(1, 1), (5, 131), (32, 128), (33, 129), (70, 300)])
-def test_layouts_of_the_fp8_gradient(interpreted, guarded, n, V, pointed):
-    """Compares bytes, for plain torch too; rows of several tiles, the last one in part."""
-    logits, targets = loss_case(n, V, 2, seed=1)
-    numbers = torch.rand(2, n, generator=generator(2)) / 2
-    copies = tg.PointerProbs(numbers, torch.tensor([V - 1]), torch.empty_like(numbers)) if pointed else None
-    for run in (tg.softcap_loss, interpreted.triton_softcap_loss):
-        _, grad, transposed = run(logits, targets, WEIGHTS[1], 1e-4, copies)
-        assert transposed.dtype == torch.float8_e5m2 and transposed.is_contiguous()
-        assert transposed.shape == (V, n) and torch.equal(bits(transposed), bits(grad.T))
-        assert V == 1 or grad.float().any(1).sum() > n / 2
+        numbers = torch.rand(2, n, generator=generator(2)) / 2
+        copies = tg.PointerProbs(numbers, torch.tensor([V - 1]), torch.empty_like(numbers))
+        pointed = interpreted.triton_softcap_loss(logits, targets, weights, unit, copies)
+        for _, grad, transposed in (found, pointed):
+            assert grad.dtype == torch.float8_e5m2 and transposed.is_contiguous()
+            assert torch.equal(bits(transposed), bits(grad.T))
 
 
 def pointer_case(T, D, cuts, window, seed):
@@ -375,12 +340,6 @@ def exact_pointer(args, grad):
     return pointer_and_grad(tg, (queries, *args[1:]), grad.double())
 
 
-def random_pointer_case(seed):
-    T = 50 + 41 * seed
-    g = generator(seed)
-    return T, 16 << seed % 3, torch.randint(0, T, (2**seed // 2,), generator=g).tolist(), 1 + 37 * seed
-
-
 # T, D, ends of documents, the window: among them documents of one token and none, that end at and between the
 # tiles' edges.
 POINTER_CASES = [
@@ -392,7 +351,7 @@ POINTER_CASES = [
     (129, 128, [64, 64, 65, 128], 1),
     (256, 16, [], 100),
     (200, 64, [10, 100, 199], 63),
-    *map(random_pointer_case, range(7)),
+    (296, 32, [7, 8, 60, 130, 131, 250], 75),
 ]
 
 
@@ -433,54 +392,40 @@ def test_nan_stays_in_the_pointer(interpreted, guarded, name):
     getattr(args[0], name)[70] = math.nan
     weights, lse, dq, dk, sink_grad = pointer_and_grad(interpreted, args, grad, "triton_")
     seen = slice(71, 101) if name == "k" else slice(70, 71)
-    for result in (weights[0], weights[1], lse, sink_grad, dq[:, 0]):
+    for result in (*weights, lse, sink_grad):
         assert result[seen].isnan().all()
-    for result in (weights[0], weights[1], lse, sink_grad):
         result[seen] = 0
         assert result.isfinite().all()
-    assert dk[40:70].isnan().all() if name != "k" else dk[70:100].isnan().all()
+    reached = dk[70:100] if name == "k" else dk[40:70]
+    assert reached.isnan().all() and dq[seen, 0].isnan().all()
 
 
 def random_signs(rows, columns, dtype=torch.float32):
     return (torch.randint(0, 2, (rows, columns), generator=generator(rows)) * 2 - 1).to(dtype)
 
 
-ROW_LAYOUTS = {  # of gradients of several tables (T, tables, d), or of one (T, d)
-    "dense": lambda t: t,
-    "nan padded": nan_padded,
-    "table by table": lambda t: nan_padded(t.transpose(0, 1)).transpose(0, 1),
-    "expanded": lambda t: t[:, :1].expand(t.shape),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "shape, layout",
-    [((columns,), "dense") for columns in (1, 2, 255, 257, 769)]
-    + [((256,), "nan padded")]
-    + [((3, 101), layout) for layout in ROW_LAYOUTS],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (255,), (257,), (769,), (3, 101)], ids=str)
 @pytest.mark.parametrize("signed", [False, True])
-def test_segment_sum_rows(interpreted, shape, layout, dtype, signed):
+def test_segment_sum_rows(interpreted, shape, dtype, signed):
     """Checks equal bits: the kernel does the same additions in the same order.
 
-    Untouched rows and what surrounds the table start as NaN; half of the others start as 0. The model's signs
-    do not reach rows that have none, as tokens' do not.
+    Untouched rows and what surrounds tensors start as NaN. The model's signs do not reach rows that have
+    none, as tokens' do not.
     """
-    for seed, (T, N) in enumerate(((1, 1), (9, 70001 if shape == (2,) else 40), (50, 7))):
-        row_ids = torch.randint(0, N, (T,), generator=generator(seed), dtype=torch.int32)
-        sign_ids = torch.randint(0, 20, (1, T), generator=generator(seed), dtype=torch.int32)
+    for T, N in (1, 1), (9, 40), (50, 7):
+        row_ids = torch.randint(0, N, (T,), generator=generator(T), dtype=torch.int32)
+        sign_ids = torch.randint(0, 20, (1, T), generator=generator(T), dtype=torch.int32)
         index = tg.make_segments(row_ids, sign_ids if signed else None)
         signs = random_signs(20, math.prod(shape), dtype)
-        grad = ROW_LAYOUTS[layout](randn(T, *shape, seed=seed, dtype=dtype))
+        grad = nan_padded(randn(T, *shape, seed=T, dtype=dtype))
         buffer = nan_filled(N + 4, *shape, dtype=dtype)
-        old = index.ids.long() + 2
-        buffer[old] = randn(len(old), *shape, seed=seed + 1, dtype=dtype)
-        buffer[old[::2]] = 0
+        touched = 2 + index.ids.long()
+        buffer[touched] = randn(len(touched), *shape, seed=N, dtype=dtype)
         expected = buffer.clone()
         tg.segment_sum_rows(expected[2:-2], grad, index, signs)
         interpreted.triton_segment_sum_rows(buffer[2:-2], grad, index, signs)
-        assert torch.equal(bits(buffer), bits(expected)) and not buffer[old].isnan().any()
+        assert torch.equal(bits(buffer), bits(expected)) and not buffer[touched].isnan().any()
 
 
 def test_no_kernel_adds_atomically():
@@ -500,9 +445,11 @@ def test_flash_attention(monkeypatch, widths):
     from torch.nn.attention import varlen
 
     def one_width(q, k, v, ends, key_ends, longest, longest_key, scale, window_size):
-        assert q.shape == k.shape == v.shape and window_size == (3, 0) and scale == 1
-        assert ends is key_ends and longest == longest_key == 5
-        return tg.dense_attention(q, k, v, ends, longest, window_size[0])
+        assert q.shape == k.shape == v.shape and scale == 1
+        assert ends is key_ends and longest == longest_key
+        window, after = window_size
+        assert after == 0
+        return tg.dense_attention(q, k, v, ends, longest, window)
 
     monkeypatch.setattr(varlen, "varlen_attn", one_width)
     q, k, v = (torch.randn(9, 2, widths[i]) for i in (0, 0, 1))

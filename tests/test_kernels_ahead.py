@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -15,40 +16,23 @@ from test_kernels import WEIGHTS
 pytestmark = pytest.mark.slow
 
 
-class Launch(Exception):
-    """Replaces a kernel: records the arguments of its launch, and raises itself."""
-
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, *args, **kwargs):
-        self.args = args
-        self.kwargs = kwargs
-        raise self
-
-
 def launch_arguments(kernel_name, call):
-    """Returns the arguments with which `call()` launches a kernel."""
-    launch = Launch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, kernel_name, launch)
-        with pytest.raises(Launch):
-            call()
-    return launch.args, launch.kwargs
+    """Returns the arguments with which `call()` launches a kernel first."""
+    with mock.patch.object(tg, kernel_name, mock.MagicMock()) as kernel:
+        call()
+    return kernel[None].call_args_list[0]
 
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def meta_index(T, n, signed=False):
-    sign_rows = None
-    if signed:
-        sign_rows = meta(T, dtype=torch.int32)
-    ids = meta(n, dtype=torch.int32)
-    perm = meta(T, dtype=torch.int32)
-    offsets = meta(n + 1, dtype=torch.int32)
-    return tg.Segments(ids, perm, offsets, sign_rows)
+INT32 = torch.int32
+
+
+def meta_index(T, n, sign_rows=None):
+    perm = meta(T, dtype=INT32)
+    return tg.Segments(meta(n, dtype=INT32), perm, meta(n + 1, dtype=INT32), sign_rows)
 
 
 def test_the_number_of_touched_rows_does_not_recompile():
@@ -57,9 +41,6 @@ def test_the_number_of_touched_rows_does_not_recompile():
     Triton specializes integers: a run's first count that 16 divides would compile on the clock.
     """
     pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
-    kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
-    assert len(kernels) == len(tg.RECORD.kernels) + 1  # the pointer has two
-    assert not any(p.do_not_specialize for kernel in kernels.values() for p in kernel.params)
     out = meta(50304, 4, 768)
     grad = meta(16384, 4, 768)
     integers = []
@@ -76,59 +57,60 @@ def kernel_cases():
     Shapes are those of the record preset.
     """
     d, width, V, T, chunk = 768, 2816, 50304, 16384, 8192
+    fp32, int64, e4m3, e5m2 = torch.float32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2
     cases = {}
+
+    def add(name, kernel, function, *args, tiles=None):
+        cases[name] = f"{kernel}_kernel", tiles, functools.partial(function, *args)
+
     x = meta(T, d)
+    scales = meta(12, 3, 2, 4, 1, dtype=fp32)[1, :, :, :1]  # as the model has them
+    for dtype in (e4m3, e5m2):
+        add(
+            f"cast_and_transpose fp8 {dtype}",
+            "cast_and_transpose",
+            tg.triton_cast_and_transpose,
+            x[1:],
+            scales[0, 1],
+            dtype,
+        )
     fc = meta(width, d)
-    square = meta(T, width)
     # In generated code T may vary, so Triton does not learn that 16 divides it: as if it were odd.
-    x8 = meta(T - 1, d, dtype=torch.float8_e4m3fn)
-    square8 = meta(T - 1, width, dtype=torch.float8_e4m3fn)
-    weights8 = meta(2, width, d, dtype=x8.dtype)
-    dy8 = meta(T - 1, d, dtype=torch.float8_e5m2)
-    scales = meta(12, 3, 2, 4, 1, dtype=torch.float32)[1, :, :, :1]  # as the model has them
-    mlp = tg.FP8MLP(weights8, None, scales, meta(12, 2, dtype=torch.float32), 1)
-    for dtype in (x8.dtype, dy8.dtype):
-        call = functools.partial(tg.triton_cast_and_transpose, x[1:], scales[0, 1], dtype)
-        cases[f"cast_and_transpose fp8 {dtype}"] = "cast_and_transpose_kernel", None, call
-    calls = {
-        "": functools.partial(tg.triton_relu_square, x, fc),
-        " backward": functools.partial(tg.triton_relu_square_grad, x, fc, square),
-        " fp8": functools.partial(tg.triton_relu_square_fp8, x8, mlp),
-        " fp8 backward": functools.partial(tg.triton_relu_square_fp8, dy8, mlp, square8),
+    x8 = meta(T - 1, d, dtype=e4m3)
+    dy8 = meta(T - 1, d, dtype=e5m2)
+    square8 = meta(T - 1, width, dtype=e4m3)
+    mlp = tg.FP8MLP(meta(2, width, d, dtype=e4m3), None, scales, meta(12, 2, dtype=fp32), 1)
+    products = {
+        "": (tg.triton_relu_square, x, fc),
+        " backward": (tg.triton_relu_square_grad, x, fc, meta(T, width)),
+        " fp8": (tg.triton_relu_square_fp8, x8, mlp),
+        " fp8 backward": (tg.triton_relu_square_fp8, dy8, mlp, square8),
     }
-    for (kind, call), size in itertools.product(calls.items(), ("small", "large")):
-        tiles = tg.RELU_SQUARE_TILES[size + " fp8" * (size == "large" and "fp8" in kind)]
-        cases[f"relu_square{kind} {size}"] = "relu_square_kernel", tiles, call
-    numbers = meta(2, T, dtype=torch.float32)[:, :chunk]
-    for weights, unit in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
-        targets = meta(chunk, len(weights), dtype=torch.int64)
-        if unit:
-            logits = meta(chunk, V, dtype=torch.float8_e4m3fn)
-            name = f"softcap_loss {len(weights)} e5m2"
-        else:
-            logits = meta(chunk, V)
-            name = f"softcap_loss {len(weights)} bf16"
-        args = logits, targets, weights.to("meta"), unit
-        for copies in (None, tg.PointerProbs(numbers, meta(1, dtype=torch.int64), numbers)):
-            call = functools.partial(tg.triton_softcap_loss, *args, copies)
-            cases[name + " copies" * bool(copies)] = "softcap_loss_kernel", None, call
+    for kind, call in products.items():
+        large = "large fp8" if "fp8" in kind else "large"
+        add(f"relu_square{kind} small", "relu_square", *call, tiles=tg.RELU_SQUARE_TILES["small"])
+        add(f"relu_square{kind} large", "relu_square", *call, tiles=tg.RELU_SQUARE_TILES[large])
+    numbers = meta(2, T, dtype=fp32)[:, :chunk]
+    copies = tg.PointerProbs(numbers, meta(1, dtype=int64), numbers)
+    for weights, unit, probs in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD), (None, copies)):
+        kind = "e5m2" if unit else "bf16"
+        logits = meta(chunk, V, dtype=e4m3 if unit else torch.bfloat16)
+        targets = meta(chunk, len(weights), dtype=int64)
+        name = f"softcap_loss {len(weights)} {kind}" + " copies" * bool(probs)
+        add(name, "softcap_loss", tg.triton_softcap_loss, logits, targets, weights.to("meta"), unit, probs)
+    text = tg.MicroBatch(meta(T, dtype=INT32), meta(T, dtype=int64), None, None, meta(64, dtype=INT32), T)
+    weights = meta(2, T, dtype=fp32)
+    lse = meta(T, dtype=fp32)
     for D in (16, 128):
-        queries = tg.PointerInputs(meta(T, D), meta(T, D), meta(T, dtype=torch.float32))
-        ids = meta(T, dtype=torch.int32), meta(T, dtype=torch.int64)
-        text = tg.MicroBatch(*ids, None, None, meta(64, dtype=torch.int32), T)
-        weights = meta(2, T, dtype=torch.float32)
-        lse = meta(T, dtype=torch.float32)
-        call = functools.partial(tg.triton_pointer, queries, text, 2560)
-        cases[f"pointer {D}"] = "pointer_kernel", None, call
-        call = functools.partial(tg.triton_pointer_grad, queries, text, 2560, weights, lse, weights)
-        cases[f"pointer {D} queries"] = "pointer_grad_kernel", None, call
-        cases[f"pointer {D} keys"] = "pointer_grad_kernel", {"KEYS": True}, call
-    call = functools.partial(tg.triton_segment_sum_rows, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
-    cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
-    index = meta_index(T, 4000, signed=True)
-    signs = meta(8192, d)
-    call = functools.partial(tg.triton_segment_sum_rows, meta(V * 15 // 2, d), meta(T, d), index, signs)
-    cases["segment_sum_rows signed"] = "segment_sum_rows_kernel", None, call
+        args = tg.PointerInputs(meta(T, D), meta(T, D), lse), text, 2560
+        add(f"pointer {D}", "pointer", tg.triton_pointer, *args)
+        args += weights, lse, weights
+        add(f"pointer {D} queries", "pointer_grad", tg.triton_pointer_grad, *args)
+        add(f"pointer {D} keys", "pointer_grad", tg.triton_pointer_grad, *args, tiles={"KEYS": True})
+    sums = "segment_sum_rows", tg.triton_segment_sum_rows
+    add("segment_sum_rows", *sums, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
+    index = meta_index(T, 4000, meta(T, dtype=INT32))
+    add("segment_sum_rows signed", *sums, meta(V * 15 // 2, d), meta(T, d), index, meta(8192, d))
     return cases
 
 
@@ -138,15 +120,6 @@ for arch in (80, 90, 100):
     for name in CASES:
         if arch >= 90 or not re.search("large|fp8|e5m2", name):
             TARGETS.append((arch, name))
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float8_e5m2: "*fp8e5",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-}
 # The most that a block may have, by architecture.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 CONSUMER_SHARED_BYTES = 99 << 10
@@ -157,31 +130,25 @@ def compile_kernel(arch, name):
     """Compiles as a launch would, specialized for integers that are 1 or that 16 divides."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.runtime.jit import mangle_type
 
     kernel_name, tiles, call = CASES[name]
     kernel = getattr(tg, kernel_name)
     args, kwargs = launch_arguments(kernel_name, call)
     arguments = dict(zip(kernel.arg_names, args)) | kwargs | (tiles or {})
-    options = {}
-    for key in ("num_warps", "num_stages"):
-        if key in arguments:
-            options[key] = arguments.pop(key)
-    assert arguments.keys() == set(kernel.arg_names)
+    options = {key: arguments.pop(key) for key in ("num_warps", "num_stages") if key in arguments}
     signature = {}
     constants = {}
     attrs = {}
     for i, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        specialized = type(value) is int and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or specialized and value == 1:
-            signature[parameter.name] = "constexpr"
+        kind = "constexpr"
+        if not parameter.is_constexpr:
+            kind = mangle_type(value, specialize=True)
+        signature[parameter.name] = kind
+        if kind == "constexpr":
             constants[(i,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-        else:
-            signature[parameter.name] = {float: "fp32", int: "i32"}.get(type(value)) or ("fp32",) * len(value)
-        if isinstance(value, torch.Tensor) or specialized and value % 16 == 0:
+        elif isinstance(value, torch.Tensor) or type(value) is int and value % 16 == 0:
             attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     return tg.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
