@@ -135,23 +135,6 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(tmp_path, monkey
         assert storage != tensors[0].untyped_storage().data_ptr()
 
 
-def test_inputs_of_equal_shapes_have_equal_addresses(tmp_path):
-    """Moves all micro-batches of a run, each of which must keep its values until the next one's move."""
-    cfg = ngram_config(tmp_path)
-    model = tg.GPT(cfg)
-    batches = batches_of(cfg, 0, 1)
-    addresses = {}
-    for _ in range(cfg.steps):
-        for part in batches.next().micro_batches:
-            packed = part._replace(segments={})
-            moved = tensors_of(tg.move(packed, torch.device("cpu"), model.micro_batch_buffer))
-            assert same_bits(moved, tensors_of(packed))
-            found = [t.data_ptr() for t in moved]
-            assert found == addresses.setdefault((len(part.inputs), len(part.loss_weights)), found)
-    batches.loader.close()
-    assert len(addresses) == 3
-
-
 # ----------------------------------------------------------------------------------------------------- errors
 
 

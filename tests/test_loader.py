@@ -14,7 +14,7 @@ import torch
 import train_gpt as tg
 from configs import BASE
 from golden_inputs import batch_plan, random_documents, write_shard
-from launch import WAIT
+from launch import WAIT, make_corpus
 
 VOCAB, BOS = 257, 256
 
@@ -137,13 +137,11 @@ def test_micro_batches(tmp_path, seed):
         position = loaders[5, 8].position()
         loaders[5, 8].close()
         loaders[5, 8] = tg.TrainLoader(cfg, loaders[0, 1].paths, 5, 8, position)
-        assert loaders[5, 8].position() == position and position[:2] == loaders[0, 1].position()[:2]
+        assert position[:2] == loaders[0, 1].position()[:2]
         for (rank, world_size), loader in loaders.items():
             micro_batches = loader.micro_batches(batch_plan(batch_tokens, max_doc_len))
-            assert len(micro_batches) == 8 // world_size
-            for m, micro_batch in enumerate(micro_batches):
+            for micro_batch, (tokens, starts) in zip(micro_batches, batch[rank::world_size], strict=True):
                 assert micro_batch.max_doc_len == max_doc_len
-                tokens, starts = batch[m * world_size + rank]
                 check_micro_batch(micro_batch, tokens, starts, cfg)
     for loader in loaders.values():
         if len(want) < 40:
@@ -152,32 +150,29 @@ def test_micro_batches(tmp_path, seed):
         loader.close()
 
 
-def test_more_ranks_than_micro_batches_give_each_rank_one(tmp_path):
-    shards = make_shards(tmp_path, np.random.default_rng(7), [9000])
-    cfg = config(tmp_path, microbatches=2)
-    want = next(naive_batches(shards, [(4 * 64, 50)], 4))
-    for rank in range(4):
-        (micro_batch,) = train_loader(cfg, rank, 4).micro_batches(batch_plan(4 * 64, 50))
-        tokens, starts = want[rank]
-        check_micro_batch(micro_batch, tokens, starts, cfg)
+def test_more_ranks_than_micro_batches_give_each_rank_one():
+    assert [tg.num_microbatches(BASE, world_size) for world_size in (1, 2, 4)] == [2, 2, 4]
 
 
 def test_the_next_shard_is_the_next_by_name(tmp_path):
-    """Checks files written out of order. A short shard, and text before the first BOS, are skipped."""
+    """Checks files written out of order. A short shard, and text before the first BOS, are skipped.
+
+    20 inputs need 21 tokens, and no more: a batch may end exactly with its shard.
+    """
     cfg = config(tmp_path, microbatches=1)
 
     def document(fill, n):
         return [BOS] + [fill] * (n - 1)
 
-    write_shard(tmp_path / "x_train_000010.bin", document(3, 30) + document(4, 30), VOCAB, BOS)
-    write_shard(tmp_path / "x_train_000002.bin", document(2, 5), VOCAB, BOS)
+    write_shard(tmp_path / "x_train_000010.bin", document(3, 21) + document(4, 21), VOCAB, BOS)
+    write_shard(tmp_path / "x_train_000002.bin", document(2, 20), VOCAB, BOS)
     write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, BOS)
     loader = train_loader(cfg)
     for last in 1, 3, 4, 1, 3:
         (micro_batch,) = loader.micro_batches(batch_plan(20, 100))
         assert micro_batch.inputs[-1] == last
     assert loader.position()[:2] == (5, 1)
-    with pytest.raises(tg.UserError, match="no training shard holds"):
+    with pytest.raises(tg.UserError, match="no training shard holds a batch of 70 tokens"):
         loader.micro_batches(batch_plan(70, 100))
 
 
@@ -191,14 +186,11 @@ def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, 
     schedule = [(8 * 64, 50)] * 20
     want = list(naive_batches(shards, schedule, 8))
     at_once = len(list(naive_batches([shards[0][:first_read]], schedule, 8)))
-    monkeypatch.setattr(tg, "FIRST_READ", 0)
-    whole = train_loader(config(tmp_path))
     monkeypatch.setattr(tg, "FIRST_READ", first_read)
     may_read = threading.Event()
     read_shard = tg.read_shard
 
     def slow_read(path, cfg, count=-1):
-        assert count in (-1, first_read)
         if count == -1:
             assert may_read.wait(WAIT)
         return read_shard(path, cfg, count)
@@ -211,27 +203,7 @@ def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, 
         found = loader.micro_batches(batch_plan(8 * 64, 50))
         for micro_batch, (tokens, starts) in zip(found, micro_batches, strict=True):
             check_micro_batch(micro_batch, tokens, starts, loader.cfg)
-        whole.advance(8 * 64, 50)
-        assert loader.position() == whole.position()
-    assert at_once == {1500: 1, 5000: 3}.get(first_read, at_once) and loader.position()[0] == 1
-
-
-def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
-    """Checks that T inputs need T + 1 tokens, and no more."""
-    cfg = config(tmp_path, microbatches=1)
-    for size, enough in ((21, True), (20, False)):
-        write_shard(tmp_path / "x_train_000001.bin", [BOS] + [1] * (size - 1), VOCAB, BOS)
-        loader = train_loader(cfg)
-        if enough:
-            assert loader.micro_batches(batch_plan(20, 100))[0].inputs.numel() == 20
-        else:
-            with pytest.raises(tg.UserError, match="no training shard holds a batch of 20 tokens"):
-                loader.micro_batches(batch_plan(20, 100))
-
-
-def test_usual_docs():
-    wanted = {1: 128, 38399: 128, 38400: 128, 38700: 256, 262144: 896}  # the record's: test_golden92.py
-    assert {T: tg.cu_seqlens_capacity(T) for T in wanted} == wanted
+    assert loader.position()[0] == 1
 
 
 def test_more_documents_than_usual(tmp_path):
@@ -266,28 +238,20 @@ def test_validation_slices(tmp_path):
 # ---------------------------------------------------------------------------------------------------- folders
 
 
-def small(folder, text_bytes=(0, 0), **changes):
-    """Writes a small folder of shards, with 1000 tokens for validation, and returns its dataset."""
-    rng = np.random.default_rng(3)
-    make_shards(folder, rng, [3000, 3000])
-    for i, (count, nbytes) in enumerate(zip((600, 400), text_bytes)):
-        tokens = random_documents(rng, count, VOCAB, BOS)
-        write_shard(folder / f"x_val_{i:06d}.bin", tokens, VOCAB, BOS, text_bytes=nbytes)
-    stages = tuple(replace(stage, steps=1, batch_tokens=800, max_doc_len=100) for stage in BASE.stages)
-    changes = {"val_slices": 2, "val_slice_tokens": 256} | changes
-    return tg.open_dataset(config(folder, stages=stages, **changes))
-
-
 def test_slices_need_the_last_ones_target_and_no_more(tmp_path):
+    make_corpus(tmp_path / "corpus", val=1000)
     for slice_tokens, slices in (333, 3), (334, 2), (999, 1):
-        data = small(tmp_path, val_slices=9, val_slice_tokens=slice_tokens)
-        assert data.val_slices == slices
+        cfg = config(tmp_path / "corpus", val_slices=9, val_slice_tokens=slice_tokens)
+        assert tg.open_dataset(cfg).val_slices == slices
 
 
 def test_bytes_per_token(tmp_path):
-    before, after = small(tmp_path, (0, 900)), small(tmp_path, (1100, 900))
-    assert before.bytes_per_token == 0  # unknown because one shard does not say
-    assert after.bytes_per_token == 2.0 and after.fingerprint != before.fingerprint
+    """They are unknown if one shard does not say them."""
+    make_shards(tmp_path, np.random.default_rng(3), [6000])
+    write_shard(tmp_path / "x_val_000000.bin", [BOS] * 600, VOCAB, BOS, text_bytes=900)
+    for text_bytes, want in (0, 0), (1100, 2.0):
+        write_shard(tmp_path / "x_val_000001.bin", [BOS] * 400, VOCAB, BOS, text_bytes)
+        assert tg.open_dataset(config(tmp_path, val_slice_tokens=100)).bytes_per_token == want
 
 
 @pytest.mark.parametrize("size", [13024, 64 * 65536 + 12345])
