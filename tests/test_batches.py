@@ -1,5 +1,7 @@
 """Tests prefetched batches: their routes and sums of rows against naive programs, copies, errors."""
 
+# ruff: noqa: F811 (fixtures are imported)
+
 import math
 import threading
 from concurrent.futures import wait
@@ -11,68 +13,38 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from configs import BASE
-from golden_inputs import prefetch_exchange, random_documents, same_bits, write_shard
+from golden_inputs import same_bits, write_shard
 from launch import WAIT
-
-VOCAB, BOS = 257, 256
-
+from test_distributed import batches_of, cfg, ngram_config  # noqa: F401 (a fixture)
 
 # ---------------------------------------------------------------------------------------------------- batches
-
-
-def config(folder, microbatches=8, **changes):
-    """Returns a config with stages that start at odd and even steps, and micro-batches of 30 to 60 tokens."""
-    stages = []
-    for stage, steps, T, max_doc_len in zip(BASE.stages, (3, 2, 3, 3), (30, 60, 45, 60), (20, 50, 50, 50)):
-        stage = replace(stage, steps=steps, batch_tokens=microbatches * T, max_doc_len=max_doc_len)
-        stages.append(stage)
-    cfg = replace(BASE, data=str(folder), ngrams=tg.Ngrams(), bigram_vocab_size=640)
-    return replace(cfg, microbatches=microbatches, stages=tuple(stages), **changes)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    rng = np.random.default_rng(4)
-    for i, count in enumerate((2500, 3500, 5000)):
-        tokens = random_documents(rng, count, VOCAB, BOS, 60)
-        write_shard(tmp_path / f"x_train_{i:06d}.bin", tokens, VOCAB, BOS)
-    return tmp_path
 
 
 def train_loader(cfg, rank=0, world_size=1):
     return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
 
 
-def plans_of(cfg):
-    return [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-
-
-def prefetcher(loader, plans, rank=0, world_size=1):
-    return tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
-
-
 def tensors_of(nest):
     return [t for t in tree_leaves(nest) if isinstance(t, torch.Tensor)]
 
 
-def check_exchange(exchange, touched, rank, rows):
+def rows_of(parts, field):
+    """Returns the rows in this field of micro-batches."""
+    return set(torch.cat([getattr(part, field).flatten() for part in parts]).tolist())
+
+
+def check_routes(routes, touched, rank, rows):
     """Checks a rank's RowRoutes of a table of `rows`, if the ranks have touched these rows."""
     world_size = len(touched)
     block = rows // world_size
-    sent = [0] * world_size
-    for row in touched[rank]:
-        sent[row // block] += 1
-    arriving, received = [], []
-    for other in touched:
-        own = [row % block for row in sorted(other) if row // block == rank]
-        arriving += own
-        received.append(len(own))
-    assert exchange.rows.dtype == exchange.local_rows.dtype == torch.int32
-    assert exchange.rows.tolist() == sorted(touched[rank])
-    assert exchange.local_rows.tolist() == arriving
-    assert exchange.input_splits == sent
-    assert exchange.output_splits == received
+    own = sorted(touched[rank])
+    owners = [row // block for row in own]
+    assert routes.rows.tolist() == own
+    assert routes.input_splits == [owners.count(owner) for owner in range(world_size)]
+    arriving = [[row % block for row in sorted(other) if row // block == rank] for other in touched]
+    assert routes.local_rows.tolist() == sum(arriving, [])
+    assert routes.output_splits == [len(local_rows) for local_rows in arriving]
+    assert routes.rows.dtype == routes.local_rows.dtype == torch.int32
 
 
 def check_micro_batch(actual, read, plan, world_size):
@@ -81,88 +53,66 @@ def check_micro_batch(actual, read, plan, world_size):
         "inputs": tg.make_segments(read.inputs),
         "hashed_rows": tg.make_segments(read.hashed_rows, read.sign_ids),
     }
-    shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights])
+    shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights], dtype=torch.float64)
     want = tensors_of(read._replace(segments=segments, loss_weights=shares))
-    found = tensors_of(actual)
-    assert len(found) == 13
-    assert same_bits(found, want)
+    assert same_bits(tensors_of(actual), want)
     assert actual.max_doc_len == read.max_doc_len
 
 
 def check_batches(rank, world_size, cfg):
-    """Compares with loaders alone, through all stages and shards, after all batches have been built."""
+    """Compares with loaders alone, through all stages, after all batches have been built."""
     alone = [train_loader(cfg, other, world_size) for other in range(world_size)]
-    batches = prefetcher(train_loader(cfg, rank, world_size), plans_of(cfg), rank, world_size)
-    built = [batches.next() for _ in plans_of(cfg)]
+    batches = batches_of(cfg, rank, world_size)
+    built = [batches.next() for _ in range(cfg.steps)]
     assert batches.peek() is None
-    tables = [row for row in tg.used_params(cfg) if row.is_table]
+    tables = {row.name: row for row in tg.used_params(cfg) if row.is_table}
     shapes = tg.param_shapes(cfg, world_size)
-    seen = [{"tokens": set(), "hashed": set()} for _ in alone]  # the rows touched since the last Adam step
-    shards = set()
-    for plan, batch in zip(plans_of(cfg), built):
+    read_before = []
+    for step, batch in enumerate(built):
+        plan = tg.plan_step(cfg, step)
         read = [loader.micro_batches(plan) for loader in alone]
         assert batch.plan == plan
         assert batch.position == alone[rank].position()
-        shards.add(batch.position[0])
         for actual, expected in zip(batch.micro_batches, read[rank], strict=True):
             check_micro_batch(actual, expected, plan, world_size)
-        for own, micro_batches in zip(seen, read):
-            for micro_batch in micro_batches:
-                own["tokens"].update(micro_batch.inputs.tolist())
-                own["hashed"].update(micro_batch.hashed_rows[0].tolist())
-        if not plan.updates((2, 2)):
+        if plan.updates((2, 2)):
+            assert batch.routes.keys() == tables.keys()
+        else:
             assert not batch.routes
-            continue
-        assert batch.routes.keys() == {row.name for row in tables}
-        for row in tables:
-            touched = [own[row.kind] for own in seen]
-            check_exchange(batch.routes[row.name], touched, rank, shapes[row.name][0])
-        for own in seen:
-            own["tokens"].clear()
-            own["hashed"].clear()
-    assert shards == {0, 1, 2}
-    batches.loader.close()
-    for loader in alone:
+        for name, routes in batch.routes.items():
+            field = tg.SELECTORS[tables[name].kind]
+            touched = [rows_of(before + now, field) for before, now in zip(read_before, read)]
+            check_routes(routes, touched, rank, shapes[name][0])
+        read_before = read
+    assert batch.position[0] == 1  # the second shard
+    for loader in batches.loader, *alone:
         loader.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_batches_are_the_loaders(workers, folder, world_size):
+def test_batches_are_the_loaders(workers, cfg, world_size):
     """Checks that the position, too, is the loader's after this batch, not after a prefetched one."""
-    workers(world_size, check_batches, config(folder))
+    workers(world_size, check_batches, cfg)
 
 
-def test_batches_are_built_ahead(folder):
+def test_batches_are_built_ahead(tmp_path):
     """Checks how many are, and that peek() takes none."""
-    cfg = config(folder)
-    loader = train_loader(cfg)
-    build = loader.micro_batches
-    built = 0
-
-    def counted_build(plan):
-        nonlocal built
-        built += 1
-        return build(plan)
-
-    loader.micro_batches = counted_build
-    batches = prefetcher(loader, plans_of(cfg))
-    for step, plan in enumerate(plans_of(cfg)):
-        wait(batches.queue)
-        assert built == min(step + max(cfg.ngrams.update_every), cfg.steps)
+    cfg = ngram_config(tmp_path)
+    batches = batches_of(cfg, 0, 1)
+    for step in range(cfg.steps):
+        assert len(batches.queue) == max(cfg.ngrams.update_every)
         ahead = batches.peek()
-        assert ahead is batches.peek() is batches.next() and ahead.plan == plan
+        assert ahead is batches.peek() is batches.next() and ahead.plan.step == step
     assert batches.peek() is None
-    loader.close()
+    batches.loader.close()
 
 
 # ----------------------------------------------------------------------------------------------------- copies
 
 
-def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypatch):
-    """Checks also where each lies in the buffer, at multiples of 16 bytes."""
-    cfg = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, update_every=(1, 1)))
-    batches = prefetcher(train_loader(cfg), plans_of(cfg))
-    batches.next()
+def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(tmp_path, monkeypatch):
+    """Checks also that in the buffer each begins at a multiple of 16 bytes."""
+    batches = batches_of(ngram_config(tmp_path), 0, 1)
     batch = batches.next()
     batches.loader.close()
     copy_ = torch.Tensor.copy_
@@ -174,85 +124,50 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypa
 
     monkeypatch.setattr(torch.Tensor, "copy_", recording_copy)
     micro_batch = batch.micro_batches[-1]
-    inputs = micro_batch._replace(segments={})
-    for nest, count in (inputs, 7), (micro_batch.segments, 7), (batch.routes, 15):
+    for nest in micro_batch._replace(segments={}), micro_batch.segments, batch.routes["ngrams"]:
         tensors = tensors_of(nest)
-        assert len(tensors) == count
         moved = tensors_of(tg.move(nest, torch.device("cpu")))
         assert copies == [{"non_blocking": True}]
         copies.clear()
-        start = tensors[0].data_ptr()
-        size = 0
-        for t, copy in zip(tensors, moved, strict=True):
-            assert t.data_ptr() == start + size
-            assert t.dtype == copy.dtype and torch.equal(t, copy)
-            assert copy.untyped_storage().data_ptr() == moved[0].data_ptr() != start
-            size += tg.padded(t.nbytes, 16)
-        assert tensors[0].untyped_storage().nbytes() == size
-
-
-def test_inputs_of_equal_shapes_have_equal_addresses(folder):
-    """Moves all micro-batches of a run, each of which must keep its values until the next one's move."""
-    cfg = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, update_every=(1, 1)))
-    model = tg.GPT(cfg)
-    batches = prefetcher(train_loader(cfg), plans_of(cfg))
-    addresses = {}
-    for _ in range(cfg.steps):
-        for part in batches.next().micro_batches:
-            packed = part._replace(segments={})
-            moved = tg.move(packed, torch.device("cpu"), model.micro_batch_buffer)
-            assert same_bits(tensors_of(moved), tensors_of(packed))
-            assert moved.inputs.data_ptr() != packed.inputs.data_ptr()
-            found = [t.data_ptr() for t in tensors_of(moved)]
-            shape = len(part.inputs), len(part.loss_weights)
-            assert found == addresses.setdefault(shape, found)
-    batches.loader.close()
-    assert len(addresses) >= 3
+        assert same_bits(moved, tensors)
+        assert {t.storage_offset() * t.itemsize % 16 for t in tensors} == {0}
+        (storage,) = {t.untyped_storage().data_ptr() for t in moved}
+        assert storage != tensors[0].untyped_storage().data_ptr()
 
 
 # ----------------------------------------------------------------------------------------------------- errors
 
 
-def test_an_error_in_the_thread(tmp_path):
+def test_an_error_in_the_thread(cfg, tmp_path):
     """Checks that next() raises the thread's error for its own batch, not for the good one before."""
-    for i, other in enumerate((1, VOCAB)):
-        write_shard(tmp_path / f"x_train_{i:06d}.bin", ([BOS] + 19 * [other]) * 2, VOCAB, BOS)
-    cfg = config(tmp_path, microbatches=1)
-    batches = prefetcher(train_loader(cfg), plans_of(cfg))
+    for i, other in enumerate((1, cfg.vocab_size)):
+        write_shard(tmp_path / f"x_train_{i:06d}.bin", ([cfg.bos_id] + 19 * [other]) * 8, 61, cfg.bos_id)
+    batches = batches_of(replace(cfg, data=str(tmp_path)), 0, 1)
     wait(batches.queue)
-    assert len(batches.next().micro_batches[0].inputs) == 30
-    for call in (batches.peek, batches.peek, batches.next):
+    assert len(batches.next().micro_batches) == 8
+    for call in batches.peek, batches.peek, batches.next:
         with pytest.raises(tg.UserError, match="outside the vocabulary"):
             call()
     batches.loader.close()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_close(folder, fails):
+def test_close(cfg):
     """Checks that close() waits for a build under way, and leaves no thread behind."""
     threads_before = threading.enumerate()
-    loader = train_loader(config(folder))
-    build = loader.micro_batches
-    building = threading.Event()
+    loader = train_loader(cfg)
     may_end = threading.Event()
 
-    def slow_build(*args):
-        building.set()
+    def slow_build(plan):
         assert may_end.wait(WAIT)
-        if fails:
-            raise tg.UserError("on purpose")
-        return build(*args)
+        raise tg.UserError("on purpose")
 
     loader.micro_batches = slow_build
-    prefetcher(loader, plans_of(loader.cfg))
-    assert building.wait(WAIT)
+    tg.Prefetcher(loader, [tg.plan_step(cfg, 0)], tg.Exchange(0, 1))
     closing = threading.Thread(target=loader.close, daemon=True)
     closing.start()
     closing.join(0.1)
     assert closing.is_alive()
     may_end.set()
-    closing.join(WAIT)
-    assert not closing.is_alive()
     for thread in threading.enumerate():
         if thread not in threads_before:
             thread.join(WAIT)
@@ -274,17 +189,14 @@ def cancelling_numbers(shape, dtype, generator):
     return x.to(dtype)
 
 
-def naive_sums(out, grad, segments, signs):
-    """Sums row by row, position by position, in at least fp32."""
+def naive_sums(out, grad, ids, signs):
+    """Sums position by position, in at least fp32. grad, ids and signs are by position."""
     out = out.clone()
     acc_dtype = torch.promote_types(out.dtype, torch.float32)
-    for i, row in enumerate(segments.ids.tolist()):
+    for row in ids.unique().tolist():
         total = torch.zeros_like(out[row], dtype=acc_dtype)
-        for place in range(segments.offsets[i], segments.offsets[i + 1]):
-            part = grad[segments.perm[place]].to(acc_dtype)
-            if segments.sign_ids is not None:
-                part = part * signs[segments.sign_ids[place]].view(part.shape)
-            total = total + part
+        for t in (ids == row).nonzero().flatten().tolist():
+            total += grad[t].to(acc_dtype) * signs[t]
         out[row] = (out[row].to(acc_dtype) + total).to(out.dtype)
     return out
 
@@ -305,17 +217,14 @@ def test_segment_sum_rows(shape, dtype, signed):
     out = torch.full(shape, torch.nan, dtype=dtype)
     signs = (torch.randint(0, 2, (11, math.prod(shape[1:])), generator=g) * 2 - 1).to(dtype)
     # Most positions are on few rows, as in text; with the power of 99 nearly all are on one.
-    for T, power in (60, 99), (90, 8), (90, 8), (1, 8), (60, 99):
+    for T, power in (60, 99), (90, 8), (1, 8), (60, 99):
         ids = tg.int32(shape[0] * rng.random(T) ** power)
-        sign_ids = None
-        if signed:
-            sign_ids = tg.int32(rng.integers(0, 11, (1, T)))
-        segments = tg.make_segments(ids, sign_ids)
+        sign_ids = torch.randint(0, 11, (1, T), generator=g, dtype=torch.int32)
+        segments = tg.make_segments(ids, sign_ids if signed else None)
         touched = segments.ids.long()
         out[touched] = out[touched].nan_to_num(7)
-        before = out.clone()
         grad = cancelling_numbers((T, *shape[1:]), dtype, g)
-        grad_before = grad.clone()
+        by_position = signs[sign_ids[0]].view(grad.shape) if signed else torch.ones_like(grad)
+        want = naive_sums(out, grad, ids, by_position)
         tg.segment_sum_rows(out, grad, segments, signs)
-        assert same_bits(out, naive_sums(before, grad, segments, signs))
-        assert torch.equal(grad, grad_before)
+        assert same_bits(out, want)

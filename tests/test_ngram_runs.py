@@ -5,7 +5,6 @@ Each rank has a thread that makes collectives of its own. Whatever ends a rank m
 
 # ruff: noqa: F811 (fixtures are imported)
 
-import os
 import re
 import shutil
 import signal
@@ -75,12 +74,7 @@ def fail_when_other_waits():
 # faults. The fourth read is of the second shard.
 PAUSE = FaultAtCall("Prefetcher._build", 5, signal.pause)
 FAILURES = {
-    "a forward of rank 0": (
-        0,
-        5,
-        [PAUSE, FaultAtCall("GPT.head_loss_and_grad", 4, fail_when_other_waits)],
-    ),
-    "an update of rank 1": (1, 5, [PAUSE, FaultAtCall("NgramTable.update", 3, fail_when_other_waits)]),
+    "an update": (1, 5, [PAUSE, FaultAtCall("NgramTable.update", 3, fail_when_other_waits)]),
     "a batch": (0, 5, [FaultAtCall("Prefetcher._build", 5, fail_when_other_waits)]),
     "a batch, between its collectives": (
         0,
@@ -122,7 +116,7 @@ def saved(launch_two, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
-    """With all digits of its loss, all bits of its weights and its table.
+    """With all bits of its weights and its table.
 
     Checkpoints wait for the rarest updates, so it goes on from step 4.
     """
@@ -130,70 +124,32 @@ def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
     dies = FaultAtCall("AsyncLoss.poll", 12, die)  # in step 7
     with launch_two(tmp_path, *options, change=CHANGE, faults={0: dies, 1: dies}) as run:
         assert -signal.SIGKILL in run.wait(), run.err
-    assert re.findall(r"^checkpoint: after step (\d+);", one_log(tmp_path), re.MULTILINE) == ["4"]
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.txt")
     with launch_two(tmp_path, *options, "--resume", log, change=CHANGE) as run:
         assert run.wait() == [0, 0], run.err
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.from4_*.txt")
-    end = closing_block(log.read_text(encoding="utf-8"))
-    assert end["val_loss"] == closing_block(one_log(saved))["val_loss"]
     ours = torch.load(tmp_path / "model.pt")
     theirs = torch.load(saved / "model.pt")
     run_id = log.name.split(".")[0][-12:]
-    assert ours.pop("id") == run_id
-    assert theirs.pop("id") != run_id
+    assert ours.pop("id") == run_id != theirs.pop("id")
     assert same_bits(ours, theirs)
     for name in "model.pt.ngrams0", "model.pt.ngrams1":
         ours = (tmp_path / name).read_bytes()
-        theirs = (saved / name).read_bytes()
-        assert ours[:-20] == theirs[:-20]
+        assert ours[:-20] == (saved / name).read_bytes()[:-20]
         assert ours[-20:-8].decode() == run_id
 
 
-def validation_loss(model, corpus):
-    val = tg.ValLoader(model.cfg, tg.find_shards(str(corpus), "val"))
-    windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
-    return tg.validate(model, val, tg.Exchange(0, 1), windows)
-
-
 @pytest.mark.slow
-def test_a_model_is_saved_through_symbolic_links(launch_two, tmp_path):
-    """They stay. What they point to may be there or not."""
-    weights, rows = tmp_path / "disk/weights", tmp_path / "disk/rows"
-    weights.parent.mkdir()
-    torch.save({"config": tg.config_json(tg.CPU)}, weights)  # an earlier model
-    (tmp_path / "model.pt").symlink_to(weights)
-    (tmp_path / "model.pt.ngrams1").symlink_to("disk/rows")
-    with launch_two(tmp_path, "--save", "model.pt", change=("warmup=false",)) as run:
-        assert run.wait() == [0, 0], run.err
-    assert (tmp_path / "model.pt").is_symlink() and (tmp_path / "model.pt.ngrams1").is_symlink()
-    run_id = torch.load(weights)["id"]
-    assert rows.read_bytes()[-20:-8].decode() == run_id
-    assert sorted(path.name for path in weights.parent.iterdir()) == ["rows", "weights"]
-
-
-@pytest.mark.slow
-def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
-    """A file of the table that is missing, too short or another run's is refused, and named."""
+def test_a_model_without_its_own_table_is_refused(saved, tmp_path):
+    """A file of the table that is missing, too short or another run's is named."""
     folder = shutil.copytree(saved, tmp_path / "run")
     path = folder / "model.pt.ngrams1"
-    path.chmod(0o444)
-    model = load_model(str(folder / "model.pt"))
-    loss = float(closing_block(one_log(folder))["val_loss"])
-    assert validation_loss(model, corpus) == pytest.approx(loss, abs=2e-5)
-    model.ngrams = model.ngrams._replace(blocks=[np.zeros_like(block) for block in model.ngrams.blocks])
-    assert abs(validation_loss(model, corpus) - loss) > 1e-4  # the rows matter
-    path.chmod(0o644)
-
-    def another_runs():
-        path.write_bytes(path.read_bytes()[:-12] + b"0123456789ab")
-
-    def shorten():
-        os.truncate(path, path.stat().st_size - 1)
-
-    for change in another_runs, shorten, path.unlink:
-        shutil.copy(saved / path.name, path)
-        change()
+    content = path.read_bytes()
+    for wrong in content[:-12] + b"0123456789ab", content[:-1], None:
+        if wrong:
+            path.write_bytes(wrong)
+        else:
+            path.unlink()
         with pytest.raises(tg.UserError, match=f"^[^\n]*{path.name}[^\n]*$"):
             load_model(str(folder / "model.pt"))
 
@@ -211,58 +167,51 @@ def save_table(rank, world_size, folder, cfg):
 
 
 def test_saved_rows_are_the_tables(workers, corpus, tmp_path):
-    """From three ranks, whose blocks differ in length. All rows, and some in any order, are found again."""
+    """From three ranks, whose blocks differ in length. All rows, and some in any order, are found again.
+
+    Symbolic links stay. What they point to need not be there.
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for name in "m.pt", "m.pt.ngrams1":
+        (tmp_path / name).symlink_to(disk / name)
     cfg = make_config(corpus, *NGRAMS, "microbatches=6", "ngrams.dtype=bfloat16")
     rows = workers(3, save_table, tmp_path, cfg)[0]
     table = load_model(f"{tmp_path}/m.pt").ngrams
     for ids in torch.arange(602), torch.tensor([601, 0, 4, 4, 300, 1]):
         assert torch.equal(table.fetch(ids), rows[ids])
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["m.pt", "m.pt.ngrams0", "m.pt.ngrams1", "m.pt.ngrams2"]
+    names = ["m.pt", "m.pt.ngrams0", "m.pt.ngrams1", "m.pt.ngrams2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk"] + names
+    assert sorted(path.name for path in disk.iterdir()) == ["m.pt", "m.pt.ngrams1"]
 
 
 # ---- input that is wrong -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "ngrams.orders=2,3,2",
-        "ngrams.orders=1,2",
-        f"ngrams.rows_per_order={1 << 30}",
-        "ngrams.width=17",
-        "params.ngrams.exchange=sparse",
-    ],
-)
-def test_a_wrong_setting_is_refused(corpus, setting):
-    with pytest.raises(tg.UserError):
-        tg.check_config(make_config(corpus, *NGRAMS, setting), 1)
+def test_too_many_rows_are_refused(corpus):
+    with pytest.raises(tg.UserError, match="fewer than 2.31 rows"):
+        tg.check_config(make_config(corpus, *NGRAMS, f"ngrams.rows_per_order={1 << 30}"), 1)
 
 
-MEMORY_ERRORS = {
-    "a GPU's": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 KiB.\nSee the manual."),
-    "a CPU's": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    "Python's": MemoryError("out of memory"),
-}
+MEMORY_ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 KiB.\nSee the manual."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    MemoryError("out of memory"),
+]
 
 
-@pytest.mark.parametrize("allocator", MEMORY_ERRORS)
-def test_a_table_that_does_not_fit_is_one_line(corpus, monkeypatch, allocator):
+@pytest.mark.parametrize("error", MEMORY_ERRORS, ids=repr)
+def test_a_table_that_does_not_fit_is_one_line(corpus, monkeypatch, error):
     """It has the allocator's reason, which says how much was asked for, and the setting to lower."""
-    cfg = make_config(corpus, *NGRAMS)
-    exchange = tg.Exchange(0, 2)
-    error = MEMORY_ERRORS[allocator]
 
     def fail(*args, **options):
         raise error
 
     monkeypatch.setattr(torch, "zeros", fail)
-    with pytest.raises(tg.UserError) as raised:
-        tg.make_ngram_table(cfg, exchange)
-    reason = str(error).splitlines()[0]
-    assert str(raised.value).startswith(f"the n-gram table does not fit in memory: {reason}; ")
-    assert "lower ngrams.rows_per_order" in str(raised.value) and "\n" not in str(raised.value)
-    assert tg.make_ngram_table(make_config(corpus, "ngrams.orders="), exchange) is None
+    reason = re.escape(str(error).splitlines()[0])
+    message = rf"^the n-gram table does not fit in memory: {reason}; lower ngrams.rows_per_order [^\n]*$"
+    with pytest.raises(tg.UserError, match=message):
+        tg.make_ngram_table(make_config(corpus, *NGRAMS), tg.Exchange(0, 2))
 
 
 # ---- the preset --------------------------------------------------------------------------------------------
