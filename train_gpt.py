@@ -128,7 +128,8 @@ Fraction = Annotated[float, 0, 1]
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 Rate = Annotated[float, 0, 1, "rate"]
 # A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
-# summed in between. Betas and weight decay are stated for the first number.
+# summed in between. Adam's and the n-grams' betas and decay are stated for the first number; ANVIL takes no
+# account of the interval.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 
@@ -214,8 +215,9 @@ class ParamSpec:
     # bank: a stack of matrices, padded so that each rank owns equally many. The backwards of matrix products
     #     sum its gradient in main_grad. GPT.layer_weights() gives its matrices to the layers.
     # tokens: a table, of which each token selects a row. GPT.trunk finds the rows in looked_up[name].
-    # hashed: bigram_embed, of which a bigram's hash selects a row.
-    # Only small parameters may be read as self.NAME in the model: those of other kinds get no gradient there.
+    # hashed: bigram_embed alone, of which a bigram's hash selects a row. GPT.ngram_sums reads one such table;
+    #     another needs a field of MicroBatch with its rows, and its name in SELECTORS.
+    # In the forward only small parameters may be read as self.NAME: others get no gradient there.
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
@@ -236,7 +238,7 @@ class ParamSpec:
         return self.kind in ("tokens", "hashed")
 
 
-GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
+GATE_DIM = 12  # channels that the sigmoid gates of smear and value embeddings look at; Gate's see all
 
 # fmt: off
 Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
@@ -264,6 +266,8 @@ PARAMS = (
     ParamSpec("pointer_bank",     1.00,   1),
     ParamSpec("pointer_gain",     1.00,   0, dtype="float32"),
     ParamSpec("pointer_sink",     1.00,   0, dtype="float32"),
+    # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows alone,
+    # as a rank's block is some of the rows.
     ParamSpec("lm_head",          1.00, 150, "matmul", update_order=2, betas=(0.50, 0.95)),
     ParamSpec("bigram_embed",    75.00,   5, "hashed", "sparse", update_order=1, betas=(0.75, 0.95)),
     ParamSpec("value_embeds",    70.00,   5, "tokens", "sparse", update_order=5, betas=(0.75, 0.95),
@@ -340,7 +344,7 @@ class Stage:
     steps: Steps
     batch_tokens: Positive  # over all ranks and micro-batches
     max_doc_len: Positive  # documents are cut to this many tokens
-    windows: Windows
+    windows: Windows  # GPT.rotary_family reads these, too: windows for each step need rotary tables for each
     lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
     # Later tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle
@@ -356,7 +360,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1050-step record preset."""
+    """Holds one run's settings. Defaults: the 1050-step record preset, of which other presets are copies with
+    `replace`.
+    """
 
     # data and goal
     preset: str = "record"
@@ -400,7 +406,7 @@ class Config:
     # In training, attention and the copy pointer cut longer documents into pieces of so many tokens; 0: they
     # cut none.
     attention_cap: int = 2560
-    # The attention windows of the final validation.
+    # The attention windows of the final validation, and of samples.
     val_windows: Windows = Windows(6, 20)
     # The softmax scales of heads with wide and with narrow queries, before any window grows.
     attn_scale: float = 0.085
@@ -436,11 +442,11 @@ class Config:
     # The optimizer.
     params: tuple[ParamSpec, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
-    # Of all parameters but banks, by Adam:
+    # Of what Adam updates, all parameters but banks:
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005  # a step's decay is adam_wd * ParamSpec.wd_mul * (the rate)^2
-    # Of banks, parameters of that kind, by ANVIL, down to fast_weight:
+    # Of what ANVIL updates, the banks, down to fast_weight:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -629,7 +635,8 @@ class StepPlan(NamedTuple):
     momentum: float  # ANVIL's, by Nesterov's rule
     fast_beta: float  # decay of ANVIL's fast running average of gradients
     fast_weight: float  # its weight in the momentum; the slow average has the rest
-    windows: dict[str, int]  # attention windows by name, tokens
+    # Attention windows by name, tokens. Rotary tables follow Stage.windows, not these.
+    windows: dict[str, int]
     batch_tokens: int
     max_doc_len: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
@@ -707,8 +714,9 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does.
 
     A new value that depends on the step is a field of StepPlan, set here. If the forward or the backward
-    reads it, it is an argument of forward_backward, too; and if another value needs another compilation, it
-    is a part of warmup_steps' `kind`.
+    reads it, it is an argument of forward_backward, too, and CUDAGraphs capture for each of its values. If
+    GPT.trunk reads it as a size or a number, compiler_of() must name it. If another value needs another
+    compilation, it is a part of warmup_steps' `kind`.
     """
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
@@ -1156,11 +1164,17 @@ class AsyncLoss:
 
 # ============================================================================================================
 # 6  Model. Its parameters' shapes and initial values; GPT with its layers, embeddings and head;
-#    then functions that only it calls.
+#    then functions of the forward and of the loss's targets.
 # ============================================================================================================
 
 
 class Gate(NamedTuple):
+    """One of the gates, linear and without a sigmoid, that the MLPs "mudd_gate" compute for each token.
+
+    Another is a field of Layer, a line of gate_table(), and its use. The gates of the smear, of the value
+    embeddings and of the pointer are others.
+    """
+
     # xsa (behind a tanh), output, x0, ngram, or skip (times a learned factor). The layer's part that uses it
     # finds it as gates[use, layer].
     use: str
@@ -2392,15 +2406,15 @@ def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
 
 # Without a compiler, on a CPU: smaller blocks, whose keys are not copied, and a backward of its own.
 
-BLOCK = 32  # queries. With more, a block has more keys that most of its queries do not see.
+QUERIES = 32  # in a block. With more, it has more keys that most of its queries do not see.
 
 
 @lru_cache(4)  # layers of one kind share it
 def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
-    """Returns what is added to BlockAttention's scores, (H * blocks, BLOCK, keys): 0, or -inf where a query
+    """Returns what is added to BlockAttention's scores, (H * blocks, QUERIES, keys): 0, or -inf where a query
     does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
     """
-    return torch.where(seen_keys(cu_seqlens, T, BLOCK, window), 0.0, -math.inf).repeat(H, 1, 1)
+    return torch.where(seen_keys(cu_seqlens, T, QUERIES, window), 0.0, -math.inf).repeat(H, 1, 1)
 
 
 class BlockAttention(torch.autograd.Function):
@@ -2412,7 +2426,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, bias):
-        q = blocks_by_head(q, bias, BLOCK)
+        q = blocks_by_head(q, bias, QUERIES)
         k, by_key = (blocks_by_head(t, bias, bias.size(2)) for t in (k, v))
         probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
         ctx.save_for_backward(q, k, by_key, probs)
@@ -2421,29 +2435,29 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         q, k, v, probs = ctx.saved_tensors
-        dy_rows = blocks_by_head(dy, probs, BLOCK)
+        dy_rows = blocks_by_head(dy, probs, QUERIES)
         dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
         grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
         return *(by_position(grad, dy) for grad in grads), None
 
 
 def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the BLOCK rows of
+    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the QUERIES rows of
     each, after the rows before them. It is a view of rows; there are zeros before the first and after T.
     """
-    (T, H, D), before = t.shape, size - BLOCK
-    rows = like.new_zeros(before + len(like) * BLOCK, D)
+    (T, H, D), before = t.shape, size - QUERIES
+    rows = like.new_zeros(before + len(like) * QUERIES, D)
     rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
-    return rows.unfold(0, size, BLOCK).mT
+    return rows.unfold(0, size, QUERIES).mT
 
 
 def sum_blocks(x: Tensor) -> Tensor:
-    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * BLOCK, D)."""
+    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * QUERIES, D)."""
     n, keys, D = x.shape
-    rows = x.new_zeros(keys + (n - 1) * BLOCK, D)
-    for i in range(0, keys, BLOCK):
-        rows[i : i + n * BLOCK].view(n, BLOCK, D).add_(x[:, i : i + BLOCK])
-    return rows[keys - BLOCK :]
+    rows = x.new_zeros(keys + (n - 1) * QUERIES, D)
+    for i in range(0, keys, QUERIES):
+        rows[i : i + n * QUERIES].view(n, QUERIES, D).add_(x[:, i : i + QUERIES])
+    return rows[keys - QUERIES :]
 
 
 def by_position(rows: Tensor, like: Tensor) -> Tensor:
@@ -2519,7 +2533,7 @@ E5M2_MAX = 57344.0  # more range: gradients
 # gradients have the scale FP8_GRAD times loss_share, a factor of the losses.
 FP8_X = 100 / E4M3_MAX
 FP8_W = 2 / E4M3_MAX
-FP8_GRAD = 0.75 / 8 / E4M3_MAX
+FP8_GRAD = 0.75 / 8 / E4M3_MAX  # as record 92 has it, though the gradients are e5m2
 
 # The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
 # width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
@@ -2839,7 +2853,9 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 # ---- Softcapped cross-entropy, also of a mixture with the copy pointer -------------------------------------
 
 # The loss is computed in four places: softcap_loss and its kernel in training, next_token_losses in
-# validation, GPT.next_token_probs for samples. Another formula needs an edit of each.
+# validation, GPT.next_token_probs for samples. Another probability needs an edit of each, and of
+# mixture_probs. A term of training alone, such as a z-loss, is one of softcap_loss, with and without the
+# pointer, and of its kernel. Its factor must contain loss_share, as loss_weights do.
 
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
@@ -2906,7 +2922,8 @@ def softcap_loss(
     else:
         gate_column = pointer_probs.gate_column
         exp_gate = exp_z[:, gate_column]
-        sum_vocab = exp_z.index_fill_(1, gate_column, 0).sum(dim=-1, keepdim=True)
+        exp_z.index_fill_(1, gate_column, 0)  # below the gate's column gets its gradient, from dz_gate
+        sum_vocab = exp_z.sum(dim=-1, keepdim=True)
         sum_exp = sum_vocab + exp_gate
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
         # 1 - gate is computed as such: near 0 a difference has no digits.
@@ -2973,7 +2990,8 @@ def softcap_loss_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the losses and the gradient of ROWS rows, with the names of softcap_loss.
+    """Computes the losses and the gradient of ROWS rows, with most of softcap_loss's names. `factor` is that
+    of the softmax here, and of exp_z and the slope there.
 
     z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
     write the same numbers.
@@ -4061,6 +4079,9 @@ def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tenso
 class NgramTable(Trainable):
     """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
+    There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
+    Rates by order need an edit of update() and row_adam() alone: each order has a range of rows.
+
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
     says which rank has which row. Rows start at 0.
     """
@@ -4160,7 +4181,7 @@ CLASSES: dict[tuple[str, str], Callable] = {
 
 # ============================================================================================================
 # 11  Update rules. In place, on one block, in at least fp32. Another rule is init, update, and an entry of
-#     OPTIMIZERS.
+#     OPTIMIZERS. A block of a bank is whole matrices; of lm_head or a table it is some of the rows.
 # ============================================================================================================
 
 
@@ -4171,15 +4192,15 @@ class UpdateRule(NamedTuple):
     summed over the steps since the last update. ANVIL keeps the lower halves of a bf16 block's fp32 numbers
     in its state (split_mantissa); Adam rounds to the block's dtype.
 
-    The state of small parameters gets "muls", their factors of the rate and of decay. In the state of lm_head
-    and embed all but 0-d tensors have the block's shape, since untie() transposes them.
+    The state of small parameters gets "muls", their factors of the rate and of decay. The states of lm_head
+    and embed have the same keys, and all but 0-d tensors have the block's shape: untie() transposes them.
     """
 
     init: Callable  # (block, its ParamSpec, dtype of moments, index of its first row) -> state
     # (block, gradient, state, its ParamSpec, plan, cfg): updates block and state in place.
     update: Callable
     unused: tuple[str, ...] = ()  # fields of ParamSpec that it does not read
-    only_banks: bool = False
+    only_banks: bool = False  # it needs whole matrices
 
 
 def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
@@ -4353,7 +4374,7 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
         p = p - r x - decay r p [slow_momentum p >= 0],  r = lr * matrix_lr_mul
 
     with names of a matrix's state. lr = bank_lr times the scheduled lr_mul, ParamSpec.lr_mul and sqrt(max(1,
-    rows / cols)). decay = bank_wd wd_mul bank_lr lr_mul, so that decay follows the square of the schedule.
+    rows / cols)). decay = bank_wd wd_mul bank_lr plan.lr_mul; times r it follows the square of the schedule.
     """
     dtype = state["slow_momentum"].dtype
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
@@ -4451,16 +4472,17 @@ def apply_anvil(
     p: Tensor,
     x: Tensor,
     slow_momentum: Tensor,
-    lr_mul: Tensor,
+    matrix_lr_mul: Tensor,
     lr: Tensor,
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """p -= r x + decay r p [slow_momentum p >= 0], r = lr lr_mul; for bf16 p with its `mantissa` as in fp32.
+    """p -= r x + decay r p [slow_momentum p >= 0], r = lr matrix_lr_mul; for bf16 p with its `mantissa` as in
+    fp32.
 
-    Decay acts only where the gradients of the long run shrink p too, or are 0. lr_mul (n, 1, 1).
+    Decay acts only where the gradients of the long run shrink p too, or are 0. matrix_lr_mul (n, 1, 1).
     """
-    lr = lr * lr_mul
+    lr = lr * matrix_lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
     new = p32 - p32 * (slow_momentum * p32 >= 0) * decay * lr - x.to(p32.dtype) * lr
     if mantissa is None:
@@ -5011,8 +5033,9 @@ def make_micro_batch(
         size = padded(len(starts) + 1, 128)
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
-    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows, cfg.bos_id)
+    # Rows of bigram_embed are hashed as those of a table of n-grams with one order.
+    table = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
+    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], table, cfg.sign_rows, cfg.bos_id)
     return MicroBatch(
         inputs=int32(tokens[:-1]),
         targets=int32(tokens[1:]).long(),
