@@ -117,7 +117,7 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 # 2  Settings. What a reader edits: tables of layers, parameters and stages, and fields for the rest; presets.
 # ============================================================================================================
 
-Float = Literal["bfloat16", "float32", "float64"]
+DType = Literal["bfloat16", "float32", "float64"]
 Context = Literal["word", "above", "copy"]
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
@@ -217,12 +217,11 @@ class ParamSpec:
     # tokens: a table, of which each token selects a row. GPT.trunk finds the rows in looked_up[name].
     # hashed: bigram_embed alone, of which a bigram's hash selects a row. GPT.ngram_sums reads one such table;
     #     another needs a field of MicroBatch with its rows, and its name in SELECTORS.
-    # In the forward only small parameters may be read as self.NAME: others get no gradient there.
+    # In what autograd differentiates only small parameters may be read as self.NAME: others get no gradient.
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
-    # Parameters are updated and gathered in ascending order of this number. lm_head comes before embed, which
-    # is its transpose at first.
+    # Parameters are updated and gathered in ascending order of this number. No result depends on it.
     update_order: int = 0
     optimizer: str = "adam"  # a name in OPTIMIZERS
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
@@ -266,8 +265,8 @@ PARAMS = (
     ParamSpec("pointer_bank",     1.00,   1),
     ParamSpec("pointer_gain",     1.00,   0, dtype="float32"),
     ParamSpec("pointer_sink",     1.00,   0, dtype="float32"),
-    # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows alone,
-    # as a rank's block is some of the rows.
+    # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows
+    # alone, as a rank's block is some of the rows.
     ParamSpec("lm_head",          1.00, 150, "matmul", update_order=2, betas=(0.50, 0.95)),
     ParamSpec("bigram_embed",    75.00,   5, "hashed", "sparse", update_order=1, betas=(0.75, 0.95)),
     ParamSpec("value_embeds",    70.00,   5, "tokens", "sparse", update_order=5, betas=(0.75, 0.95),
@@ -324,10 +323,10 @@ class Ngrams:
     rows_per_order: Annotated[int, 2, 2**31 - 1] = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
-    dtype: Float = "bfloat16"
+    dtype: DType = "bfloat16"
     update_every: UpdateInterval = (2, 4)
     lr: float = 0.56
-    beta2: Fraction = 0.95  # decay of a row's second moment at every update of the table
+    beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
     # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 13):
     # the word so far; the byte above the next one, in the line before; what followed the same tokens before.
@@ -411,7 +410,7 @@ class Config:
     # The softmax scales of heads with wide and with narrow queries, before any window grows.
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
-    dtype: Float = "bfloat16"  # of weights and activations
+    dtype: DType = "bfloat16"  # of weights and activations
     # The schedule. `--set length=0.5` halves every number of steps: of stages, momentum and averages,
     # late_updates_from and two_momenta_from. It rescales what the settings to its left have set. A preset's
     # own length is applied before all settings, so a copy of the script can be shortened in one place.
@@ -450,7 +449,7 @@ class Config:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
-    bank_dtype: Float = "bfloat16"  # of the orthogonalization
+    bank_dtype: DType = "bfloat16"  # of the orthogonalization
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
@@ -775,8 +774,8 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
 
 
 def warmup_steps(cfg: Config) -> list[range]:
-    """Returns steps that do all that a run does: the first two, and two before and after each change of the
-    stage, of the number of sampled columns, or of whether prefixes count or updates are late.
+    """Returns steps that do all that a run does: the first two, and two before and after each step that is
+    the first with its stage, number of sampled columns, prefixes or none, and late updates or none.
 
     From the last stage's start on four: the first two untie embed, the others update it on its own. All begin
     at even steps, if need be one earlier: then gradients overwrite or add to those before as in the run.
@@ -989,15 +988,17 @@ SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
 
 
 class Segments(NamedTuple):
-    """The distinct ids of a list, and where each stands in it, as a sparse matrix in CSR form has them."""
+    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
+    matrix in CSR form has them.
+    """
 
     # (n,) int32, ascending: of a micro-batch rows, of an exchange local_rows. assign_slots() replaces rows of
     # n-grams by slots, which are in no order.
     ids: Tensor
-    # (T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
     perm: Tensor
     offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
+    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
 
 
 class RowRoutes(NamedTuple):
@@ -1038,7 +1039,7 @@ def train_step(
         args = model, optimizer, micro_batch, plan.windows, plan.prefix > 0, 1 / count, mlps_fp8
         loss, row_grads = model.graphs.run(optimizer.written(), forward_backward, *args)
         for param in optimizer.params.values():
-            param.end_backward()
+            param.end_backward()  # what the next micro-batch gives is added
         optimizer.add_rows(row_grads, segments, model.signs)
         # For the log alone: gradients are those of the sum over a micro-batch's tokens.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
@@ -1128,7 +1129,7 @@ def validate(
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(int32(NO_INT32))
+            model.ngrams.fetch(int32(NO_INT32))  # no rows; but it takes part
     return exchange.all_reduce(losses).wait().mean().item()
 
 
@@ -1528,7 +1529,7 @@ class GPT(nn.Module):
             empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=self.device)
             self.fp8_weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
         dy_scale = FP8_DY * world_size / num_microbatches(cfg, world_size)
-        scales = torch.ones(3, 2, device=self.device)  # those of fc, proj and square follow their maxima
+        scales = torch.ones(3, 2, device=self.device)  # all but those of h and dy follow maxima later
         scales[FP8_SCALES["h"]] = FP8_H
         scales[FP8_SCALES["dy"]] = dy_scale
         scales[FP8_SCALES["da"]] = dy_scale
@@ -1633,8 +1634,8 @@ class GPT(nn.Module):
         x = x0
         if cfg.layers[0].ngram:
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
-        # Streams that later layers and the head's input read, by the place where they are saved. Until a
-        # layer saves its own, each is the stream that enters layer 0.
+        # What later layers and the head's input read, by the place where it is saved. Until a layer saves its
+        # stream, each is the stream that enters layer 0. The n-grams and the values stay as they are.
         saved = {
             "ngram": ngram,
             "first": x,  # enters layer 0
@@ -1686,7 +1687,8 @@ class GPT(nn.Module):
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
         All lie in the order of the layers that use them. vo_bank has a value and an output matrix for each,
-        mlp_bank fc and proj; in the banks of queries and keys each head's matrices are one by one.
+        mlp_bank fc and proj. In the banks of queries and keys it has as many matrices as heads: the first
+        half has all queries and the second all keys, so each matrix has those of two heads.
         """
         cfg = self.cfg
         matrices = {}
@@ -1732,8 +1734,11 @@ class GPT(nn.Module):
         repeats = T if torch.compiler.is_compiling() else 1
         remaining = iter(used.expand(-1, repeats, 1).unbind())
         layers = []
-        for is_used in self.used_scalars:
-            layers.append(LayerScalars._make(next(remaining) if flag else None for flag in is_used))
+        for flags in self.used_scalars:
+            scalars = []
+            for is_used in flags:
+                scalars.append(next(remaining) if is_used else None)
+            layers.append(LayerScalars(*scalars))
         return layers
 
     def mudd_connections(
@@ -1914,8 +1919,8 @@ class GPT(nn.Module):
             x_scale = device_scalar(FP8_X, x.device)
             w_scale = device_scalar(FP8_W, x.device)
             dlogits_scale = device_scalar(fp8_scale, x.device)
-            x8, x8_T = to_fp8_and_transposed(x, FP8_X)
-            w8, w8_T = to_fp8_and_transposed(w, FP8_W)
+            x8, x8_T = to_fp8_and_copy(x, FP8_X)
+            w8, w8_T = to_fp8_and_copy(w, FP8_W)
         dx = torch.empty_like(x)
         losses = []
         for i in range(0, len(x), chunk):
@@ -2005,9 +2010,6 @@ class GPT(nn.Module):
         memory at every step.
 
         exact: their scales fit these weights, not those of the step before and a margin.
-
-        Unless `exact`, all forwards of a step use the maxima of the step before, over all ranks: this step's
-        are not known yet, and so the scales do not depend on how micro-batches are spread.
         """
         if exact:
             self.weight_amax.zero_()
@@ -2017,7 +2019,10 @@ class GPT(nn.Module):
         return FP8MLP(weights, weights_T, self.fp8_scales, self.fp8_amax.zero_())
 
     def set_fp8_scales(self, amax: Tensor) -> None:
-        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2)."""
+        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2).
+
+        These are over all ranks, so that scales do not depend on how micro-batches are spread.
+        """
         scales = self.fp8_scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
         # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
@@ -2140,8 +2145,8 @@ def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor]
     """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
 
     For a weight in x w^T, a is the output's gradient and b is x; for one in x w, a is x.
-    The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
-    added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
+    In one dtype the sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16
+    before it is added. FP8 a and b, both column-major: a^T b times both scales, added through fp32.
     """
     out = main_grad[: a.size(1), : b.size(1)]
     if a.dtype == out.dtype:
@@ -2265,7 +2270,7 @@ def norm(x: Tensor) -> Tensor:
 
     Reduced in at least fp32.
     """
-    if not is_eager_fp32(x):  # otherwise an edit is one of Norm
+    if not is_eager_fp32(x):  # Norm is the same by hand: edit both
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     return Norm.apply(x)
 
@@ -2293,7 +2298,7 @@ def mix(terms: Sequence[Term]) -> Tensor:
     (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
     n-grams, each layer can lean on the input again (record 9).
     """
-    if not is_eager_fp32(terms[0][1]):  # otherwise an edit is one of Mix
+    if not is_eager_fp32(terms[0][1]):  # Mix is the same by hand: edit both
         scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
     return Mix.apply(*chain(*terms))
@@ -2343,8 +2348,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # ---- Attention ---------------------------------------------------------------------------------------------
 
-# Three forms of one formula: FlashAttention on GPUs, BlockAttention on CPUs, and scaled_dot_product_attention
-# in dense_attention where code is compiled. Other scores need an edit of each.
+# Three forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl) and, both in
+# dense_attention, BlockAttention where a CPU runs code that is not compiled, and scaled_dot_product_attention
+# elsewhere. Other scores need an edit of each.
 
 
 def dense_attention(
@@ -2427,10 +2433,11 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias):
         q = blocks_by_head(q, bias, QUERIES)
-        k, by_key = (blocks_by_head(t, bias, bias.size(2)) for t in (k, v))
+        k = blocks_by_head(k, bias, bias.size(2))
+        v_blocks = blocks_by_head(v, bias, bias.size(2))
         probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
-        ctx.save_for_backward(q, k, by_key, probs)
-        return by_position(probs @ by_key, v)
+        ctx.save_for_backward(q, k, v_blocks, probs)
+        return by_position(probs @ v_blocks, v)
 
     @staticmethod
     def backward(ctx, dy):
@@ -2619,8 +2626,11 @@ def fp8_matmul(
     return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
 
 
-def to_fp8_and_transposed(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), a copy of the same bytes."""
+def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), a copy of the same bytes.
+
+    The head's factors are converted so, without Backend.cast_and_transpose.
+    """
     x8 = to_fp8(x, scale, torch.float8_e4m3fn)
     return x8, transposed(x8)
 
@@ -2813,7 +2823,7 @@ RELU_SQUARE_TILES = {
 def launch_relu_square(
     a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: tuple, fp8_max: int = 0
 ) -> None:
-    """Launches the kernel. fp8_args are its arguments from out_T to amax_index."""
+    """Launches the kernel. fp8_args: out_T, scales, SCALE_STEP, amax and amax_index."""
     M, K = a.shape
     N = len(b)
     name = "small"
@@ -3623,7 +3633,7 @@ class Optimizer:
             self.trainables = {"ngrams": self.ngrams} | self.trainables
         self.begun: Batch | None = None
         self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
-        self.last_plan: StepPlan | None = None  # of the last step, whose averages have not ticked yet
+        self.last_plan: StepPlan | None = None  # of the step before, whose averages have not ticked yet
 
     @torch.no_grad()
     def begin(self, batch: Batch | None) -> None:
@@ -3639,9 +3649,13 @@ class Optimizer:
     @traced("rows")
     @torch.no_grad()
     def add_rows(self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
-        """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
+        """Adds to tables' main_grads the gradients (T, ...) of what a micro-batch's positions have looked up.
+
+        signs: the model's, by which rows of bigrams and n-grams were multiplied.
+        """
         for name, grads in row_grads.items():
-            self.trainables[name].add_rows(grads, segments, signs)
+            table = self.trainables[name]
+            self.exchange.segment_sum_rows(table.main_grad, grads, segments[table.selector], signs)
 
     def banks(self) -> dict[str, Weight]:
         """Returns the banks, by name, as matrix products take them."""
@@ -3679,7 +3693,7 @@ class Optimizer:
             with traced(f"exchange {trainable.name}"):
                 mean_grads[trainable.name] = trainable.scatter()
 
-        self.tick()  # while the gradients are on their way
+        self.tick()  # the averages of the step before, while the gradients are on their way
 
         # Work, and gather.
         with traced("update"):
@@ -3711,7 +3725,7 @@ class Optimizer:
             param.wait()
 
     def tick(self) -> None:
-        """Moves averages towards their parameters, after the last step and its gathers."""
+        """Moves averages towards their parameters, as they are after the step before and its gathers."""
         if self.last_plan is not None:
             for param in self.params.values():
                 param.tick(self.last_plan.average_rates)
@@ -3744,9 +3758,10 @@ class Optimizer:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       by products: add_product of lm_head, and    add_rows
-#                   Weight.gradient of banks; tables: add_rows;
-#                   small ones: autograd; then end_backward
+#    backward       by products: add_product of lm_head, and    Optimizer.add_rows
+#                   Weight.gradient of banks; tables:
+#                   Optimizer.add_rows; small ones: autograd;
+#                   then end_backward
 #    scatter        scatter: the mean over ranks begins         scatter
 #    work           update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
@@ -3980,13 +3995,6 @@ class TableParam(ShardedParam):
         self.main_grad = torch.zeros_like(p)
         self.selector = SELECTORS[spec.kind]
 
-    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
-        """Adds the gradients (T, ...) of what a micro-batch's positions have looked up.
-
-        signs: the model's, by which rows of bigrams were multiplied.
-        """
-        self.exchange.segment_sum_rows(self.main_grad, grads, segments[self.selector], signs)
-
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
         rows = self.main_grad[self.routes.rows]
@@ -4116,10 +4124,6 @@ class NgramTable(Trainable):
         self.in_flight = self.exchange.send_rows(
             "rows", self.name, own, routes.output_splits, routes.input_splits, out
         )
-
-    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
-        """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
-        self.exchange.segment_sum_rows(self.main_grad, grads, segments[self.selector], signs)
 
     @traced("rows ngrams")
     def scatter(self) -> Pending:
@@ -4304,8 +4308,9 @@ def split_mantissa(x: Tensor, high: Tensor, low: Tensor) -> None:
     low.view(torch.int16).copy_(bits)  # keeps the lower half
 
 
-# ANVIL's maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360). Together they bring those
-# from 0.003 to 1 / 1.05 within 0.5 % of 1; larger ones diverge.
+# ANVIL's Newton-Schulz iterations, as maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360).
+# Each has its own coefficients. Together they bring singular values from 0.003 to 1 / 1.05 within 0.5 % of 1;
+# larger ones diverge.
 ANVIL_MAPS = (
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
@@ -4453,9 +4458,10 @@ def nesterov_momentum(
 
 
 def normuon_variance_reduction(x: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
+    """Divides the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares,
+    and then restores each matrix's norm.
 
-    Orthogonal updates still favour some neurons; this evens that out and keeps the update's norm (NorMuon: Li
+    Orthogonal updates still favour some neurons; this evens that out (NorMuon: Li
     et al. 2025, arXiv:2510.05491; PRs 144, 168).
     """
     x32 = x.to(second_moment.dtype)
@@ -4463,9 +4469,9 @@ def normuon_variance_reduction(x: Tensor, second_moment: Tensor, beta2: float) -
     mean = x32.square().mean(dim=axis, keepdim=True)
     second_moment.lerp_(mean, 1 - beta2)
     scale = second_moment.clamp_min(1e-10).rsqrt()
-    old = (mean.sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
-    new = ((mean * scale.square()).sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
-    return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
+    norm_before = (mean.sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
+    norm_after = ((mean * scale.square()).sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
+    return x * (scale * (norm_before / norm_after.clamp_min(1e-10))).to(x.dtype)
 
 
 def apply_anvil(
@@ -4508,20 +4514,21 @@ def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
 def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
     """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
 
-        moment = beta2^(time - last) moment + (1 - beta2) mean(grad^2),  last = time
-        update = lr sqrt(1 - beta2^count) grad / (sqrt(moment) + eps)
-        row = row - update - decay row [update row > 0],  decay = lr^2 wd
+        moment = beta2^(time - last) moment + (1 - update_beta2) mean(grad^2),  last = time
+        update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
+        row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
 
+    with update_beta2 = beta2^interval_ratio, as time passes by interval_ratio from update to update.
     The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
     et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment, and bias correction is the
-    table's: a row's first step is 1 / sqrt(1 - beta2) times as long as one of a row that is always touched
-    (PR 360). Decay is cautious, as in adam().
+    table's: a row's first step is 1 / sqrt(1 - update_beta2) times as long as one of a row that is always
+    touched (PR 360). Decay is cautious, as in adam().
     """
     dtype = state["moments"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
     state["clock"] += torch.tensor([1, interval_ratio])
     count, now = state["clock"].tolist()
-    beta2 = ngrams.beta2**interval_ratio
+    update_beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
     update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
@@ -4533,8 +4540,8 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
         grads,
         state["decays"],
         time=host_scalar(now, torch.int32),
-        one_minus_beta2=host_scalar(1 - beta2, dtype),
-        step_size=host_scalar(lr * math.sqrt(1 - beta2**count), dtype),
+        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
+        step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
         decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
     )
 
@@ -4577,7 +4584,7 @@ OPTIMIZERS = {
 #
 #    thread that       make_segments           which rows each micro-batch reads, and at which positions
 #    builds batches    Exchange.route_rows      tells every owner which of its rows are touched
-#    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
+#    each backward     Optimizer.add_rows      adds the positions' gradients to their rows of main_grad
 #    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
 #                                              sums them in fp32, in rank order, in its block of main_grad
 #    work              ShardedParam.update     Adam; then clear() makes the means' rows of main_grad 0
@@ -5034,8 +5041,8 @@ def make_micro_batch(
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
     # Rows of bigram_embed are hashed as those of a table of n-grams with one order.
-    table = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], table, cfg.sign_rows, cfg.bos_id)
+    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
+    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows, cfg.bos_id)
     return MicroBatch(
         inputs=int32(tokens[:-1]),
         targets=int32(tokens[1:]).long(),
@@ -5050,7 +5057,7 @@ NO_INT32 = np.empty(0, np.int32)
 
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
-    """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
+    """Returns the Segments of a list of ids, int32, (T,) or (K, T) with a range of ids for each k."""
     by_id, perm = ids.flatten().sort(stable=True)
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
@@ -5193,22 +5200,23 @@ class TrainLoader:
             lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
             ends = np.cumsum(lengths)[:-1]
-            part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
+            micro_batch = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
             if plan.sampled_columns:
                 needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
                 chosen, self.offsets[local] = choose_sampled_columns(
                     needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[local]
                 )
-                part = part._replace(sampled_columns=chosen)
-            micro_batches.append(part)
+                micro_batch = micro_batch._replace(sampled_columns=chosen)
+            micro_batches.append(micro_batch)
         return micro_batches
 
 
-def assign_slots(part: MicroBatch, slots: Tensor) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots: those, int32, of its distinct rows, ascending."""
-    segments = part.segments["hashed_rows"]._replace(ids=slots)
-    by_position = list_ids(segments, part.hashed_rows.shape)
-    return part._replace(slots=by_position, segments=part.segments | {"hashed_rows": segments})
+def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
+    segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
+    by_position = list_ids(segments, micro_batch.hashed_rows.shape)
+    segments_by_list = micro_batch.segments | {"hashed_rows": segments}
+    return micro_batch._replace(slots=by_position, segments=segments_by_list)
 
 
 class Prefetcher:
@@ -5261,21 +5269,22 @@ class Prefetcher:
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
         """Builds a batch with the routes of the tables that it updates, but n-grams'. Packs nothing."""
-        parts = self.loader.micro_batches(plan)
-        shares = [weight / len(parts) for weight in plan.loss_weights]
+        loaded = self.loader.micro_batches(plan)
+        shares = [weight / len(loaded) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
         micro_batches = []
-        for part in parts:
+        for micro_batch in loaded:
             segments = {
-                "inputs": make_segments(part.inputs),
-                "hashed_rows": make_segments(part.hashed_rows, part.sign_ids),
+                "inputs": make_segments(micro_batch.inputs),
+                "hashed_rows": make_segments(micro_batch.hashed_rows, micro_batch.sign_ids),
             }
-            micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
+            micro_batch = micro_batch._replace(segments=segments, loss_weights=loss_weights)
+            micro_batches.append(micro_batch)
         routes = {}
         for spec in self.tables:
             touched = self.touched[spec.name]
-            for part in micro_batches:
-                touched[part.segments[SELECTORS[spec.kind]].ids.numpy()] = True
+            for micro_batch in micro_batches:
+                touched[micro_batch.segments[SELECTORS[spec.kind]].ids.numpy()] = True
             if plan.updates(spec.update_every):
                 routes[spec.name] = self._route_table(spec, np.flatnonzero(touched))
                 touched[:] = False
@@ -5293,20 +5302,22 @@ class Prefetcher:
     def _finish(self, interval_batches: list[Batch]) -> list[Batch]:
         """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
-            parts = [part for batch in interval_batches for part in batch.micro_batches]
-            rows = [part.segments["hashed_rows"].ids for part in parts]
-            merged = make_segments(torch.cat(rows))
+            distinct_rows = []  # of each micro-batch
+            for batch in interval_batches:
+                for micro_batch in batch.micro_batches:
+                    distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
+            merged = make_segments(torch.cat(distinct_rows))
             interval_batches[0].routes["ngrams"], slots = route_ngrams(self.exchange, merged.ids.numpy())
-            by_part = list_ids(merged._replace(ids=slots), (-1,)).split([len(each) for each in rows])
-            slots_of_parts = iter(by_part)
+            slots_by_place = list_ids(merged._replace(ids=slots), (-1,))
+            slots_of_micro_batches = iter(slots_by_place.split([len(rows) for rows in distinct_rows]))
         finished = []
         for batch in interval_batches:
             packed = []
-            for part in batch.micro_batches:
+            for micro_batch in batch.micro_batches:
                 if self.cfg.ngrams.orders:
-                    part = assign_slots(part, next(slots_of_parts))
-                segments = pack(part.segments)
-                packed.append(pack(part._replace(segments={}))._replace(segments=segments))
+                    micro_batch = assign_slots(micro_batch, next(slots_of_micro_batches))
+                segments = pack(micro_batch.segments)
+                packed.append(pack(micro_batch._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
 
@@ -5771,7 +5782,9 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns this rank's part of all that training changes, except gradients and the table of n-grams."""
+    """Returns this rank's part of all that training changes, except gradients and the table of n-grams; and
+    the signs, which a resumed run has from its checkpoint.
+    """
     optimizer.wait()
     return {
         "params": {name: param.state_dict() for name, param in optimizer.params.items()},
