@@ -43,7 +43,7 @@ BASE_LOSSES = [3.2781, 3.2790, 3.2776]
 BASE_TIMES = [95.972, 95.914, 95.985]
 
 
-def steps(loss=3.2785, seconds=95.0, total=500, first=0, last=None, validate_last=True):
+def steps(loss=3.2785, seconds=95.0, total=500, first=0, last=None):
     """Returns lines of steps `first` to `last` (default: all), validated every 125 steps and at the end."""
     last = last or total
     lines = []
@@ -51,7 +51,7 @@ def steps(loss=3.2785, seconds=95.0, total=500, first=0, last=None, validate_las
         time = f"train_time:{seconds * 1000 * step / total:.0f}ms step_avg:9.00ms"
         lines.append(f"step:{step}/{total} {time}")
         value = loss if step == last else 11 - 7 * step / total
-        if step % 125 == 0 or (step == last and validate_last):
+        if step % 125 == 0 or step == last:
             lines.append(f"step:{step}/{total} val_loss:{value:.4f} {time}")
     return "\n".join(lines)
 
@@ -150,25 +150,25 @@ def test_formats_and_odd_lines(run, fixture):
             assert repr(training) == repr(fixture["training"])  # nan is not equal to nan
 
 
-SCREENS = [  # what a line becomes
-    "\x1b[1;32m{}\x1b[0m\x1b(B",
-    "[default0]:{}",
-    "\r 38%|#  | 3/8 [00:12<00:20]\r      \r{}",
-    "[default0]: 38%|#  | 3/8 [00:12<00:20][default0]:{}",
-    "2026-11-27T10:00:00.123Z {}",
-    "2026-11-27 10:00:00,123 [rank0]: {}",
-    "Nov  7 10:00:00 host run[12]: {}",
+SCREENS = [  # what is put before a line
+    "\x1b[0m\x1b(B\x1b[1;32m",
+    "[default0]:",
+    "\r 38%|#  | 3/8 [00:12<00:20]\r      \r",
+    "[default0]: 38%|#  | 3/8 [00:12<00:20][default0]:",
+    "2026-11-27T10:00:00.123Z ",
+    "2026-11-27 10:00:00,123 [rank0]: ",
+    "Nov  7 10:00:00 host run[12]: ",
 ]
 
 
 def test_what_screens_and_launchers_do_to_lines(run):
     """After any other text losses, epochs and the target are read, on which a verdict depends."""
-    lines = f"{HEADER}\n{steps()}\npeak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: above".splitlines()
-    (plain,), _ = read("\n".join(lines))
+    text = f"\n{HEADER}\n{steps()}\npeak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: above"
+    (plain,), _ = read(text)
     assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, "2")
-    for form in SCREENS:
-        assert read("\n".join(map(form.format, lines))) == ([plain], []), form
-    (found,), _ = read("\n".join(map("INFO trainer {}".format, lines)))
+    for before in SCREENS:
+        assert read(text.replace("\n", f"\n{before}")) == ([plain], []), before
+    (found,), _ = read(text.replace("\n", "\nINFO trainer "))
     assert (found.curve, found.target, found.epochs) == (plain.curve, plain.target, plain.epochs)
 
 
@@ -217,11 +217,11 @@ def test_several_runs_in_a_file(run):
 
 def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(run):
     """Checks that those of the first log end with the checkpoint's step."""
-    ours, late = ("\n".join(fixture["tail"]) for fixture in FIXTURES[-3:-1])
-    resumed = late.replace("@1", "@2")
-    write("runs", f"config: {{}}\n{ours}", f"config: {{}}\nresumed: 0 after step 1\n{resumed}")
+    form = "step:{0}/9 train_time:1ms step_avg:1ms train_loss:{1}@{0}\n".format
+    first = form(1, 6.5) + form(2, 5.5) + form(3, 4.5)
+    write("runs", f"config: {{}}\n{first}", f"config: {{}}\nresumed: 0 after step 2\n{form(3, 3.5)}")
     (group,), _ = compare.read_groups(["runs"], None)
-    assert [point[:2] for point in group.runs[0].training] == [(1, 5.5), (2, 5.5), (3, 3.5)]
+    assert [point[:2] for point in group.runs[0].training] == [(1, 6.5), (2, 5.5), (3, 3.5)]
 
 
 # ----------------------------------------------------------------------------------------------------- groups
@@ -274,7 +274,9 @@ CLOSINGS = {  # lines after the last step; why the run is left out
     LATER: "a step ended after 95.1 s, and its last validation says 95 s",
 }
 LEFT_OUT = {  # a log; why its run is left out
-    own_log(last=150, validate_last=False, closing=""): "at step 150 of 500, without a validation",
+    own_log().partition("step:500/500 val")[
+        0
+    ]: "incomplete: it ends at step 500 of 500, without a validation",
     own_log(closing=""): "without 'complete: yes'",
     f"{HEADER}\n{steps(last=450)}": "incomplete: it ends at step 450 of 500",  # our screen
     steps(last=450): "",
@@ -336,33 +338,33 @@ def test_warnings_about_what_is_mixed(run):
     assert "the target 2.92" in run("mixed")[1]  # the lowest
 
 
-RECORDS = [  # how the groups `base` and `new` are changed; whether `new` is a record, None: not said
-    ({}, {}, "yes"),
-    ({}, {"total": 400}, "yes"),
-    ({}, {"last_run": {"closing": "", "loss": 3.4}}, "yes"),  # left out
-    ({}, {"last_run": {"total": 400}}, "no"),
-    ({}, {"loss": 3.28}, "no"),
-    ({}, {"seconds": 94.99}, "no"),
-    ({}, {"seconds": 99}, "no"),
-    ({}, {"seed": 1}, "no"),
-    ({}, {"config": {"track": "other"}}, "no"),
-    ({}, {"last_run": {"config": {"track": None}}}, "no"),
-    ({"config": {"track": "other"}}, {"config": {"track": "other"}}, None),
-    ({"header": HEADER.replace("world_size 8", "world_size 4")}, {}, "no"),
+RECORDS = [  # which groups are changed, how; whether `new` is a record over `base`, None: not said
+    ("", {}, "yes"),
+    ("new", {"total": 400}, "yes"),
+    ("new", {"last_run": {"closing": "", "loss": 3.4}}, "yes"),  # left out
+    ("new", {"last_run": {"total": 400}}, "no"),
+    ("new", {"loss": 3.28}, "no"),
+    ("new", {"seconds": 94.99}, "no"),
+    ("new", {"seconds": 99}, "no"),
+    ("new", {"seed": 1}, "no"),
+    ("new", {"config": {"track": "other"}}, "no"),
+    ("base and new", {"config": {"track": "other"}}, None),
+    ("new", {"last_run": {"config": {"track": None}}}, "no"),
+    ("base", {"header": HEADER.replace("world_size 8", "world_size 4")}, "no"),
     # A run whose preset was edited is not of the track, whatever its log says.
-    ({"config": {"target": 3.5}}, {"config": {"target": 3.5}}, "no"),
+    ("base and new", {"config": {"target": 3.5}}, "no"),
 ]
 
 
 def test_record(run):
-    for base, new, answer in RECORDS:
-        write_group("base", **{"seconds": 95} | base)
-        write_group("new", **{"seconds": 90} | new)
+    for changed, change, answer in RECORDS:
+        for group, seconds in ("base", 95), ("new", 90):
+            write_group(group, **{"seconds": seconds} | (change if group in changed else {}))
         write_referee("new")
         out = run("base new --target 9")[1]  # a record is of the track's target
         answers = re.findall("^record: (.*?), because", out, re.MULTILINE)
-        assert answers == ([answer] if answer else []), new
-        assert ("steps and base 500" in out) == ("total" in str(new))
+        assert answers == ([answer] if answer else []), change
+        assert ("steps and base 500" in out) == ("total" in str(change))
     assert "because not of the track `gpt2-small`: target is 3.5, not 3.28; of base: not " in out
 
 
@@ -411,22 +413,21 @@ def test_a_run_in_both_groups_makes_no_record(run):
     assert "1 of its runs are base's, too; " in last_line(run, "base new")
 
 
-UNLIKE = {  # what another log has; what differs, "" if percentages are printed
-    "packed": ({"data": "ab12 (9 tokens), packed otherwise"}, ""),
-    "machines": ({"header": ON_A100}, "hardware"),
-    "data": ({"data": "cd34 (9 tokens)"}, "data"),
-}
-
-
-@pytest.mark.parametrize("change, name", UNLIKE.values(), ids=UNLIKE)
-def test_no_percentage_between_machines_or_data(run, change, name):
+def test_percentages_where_machines_and_data_are_the_same_or_not_known(run):
     write("a", own_log(seconds=90))
-    Path("public.txt").write_text(steps(seconds=91))  # says neither
+    write("packed", own_log(seconds=91, data="ab12 (9 tokens), packed otherwise"))
+    Path("public.txt").write_text(steps(seconds=91))
+    assert run("a packed public.txt")[1].count("+1.000 s (+1.11 %)") == 2
+
+
+@pytest.mark.parametrize("name, change", [("hardware", {"header": ON_A100}), ("data", {"data": "cd34"})])
+def test_no_percentage_between_machines_or_data(run, name, change):
+    write("a", own_log(seconds=90))
+    write("same", own_log(seconds=91))
     write("other", own_log(seconds=91, **change))
-    out = run("a public.txt other")[1]
-    assert out.count("+1.000 s (+1.11 %)") == (0 if name else 2)
-    assert not name or out.startswith(f"warning: not the same {name}, ")
-    assert run("a public.txt other --anyway")[1].count("+1.000 s (+1.11 %)") == 2
+    out = run("a same other")[1]
+    assert out.startswith(f"warning: not the same {name}, ") and " %" not in out
+    assert run("a same other --anyway")[1].count("+1.000 s (+1.11 %)") == 2
 
 
 def test_a_records_readme_is_begun_once(run, monkeypatch):
@@ -448,8 +449,7 @@ def test_a_records_readme_is_begun_once(run, monkeypatch):
     monkeypatch.delenv("RUN_COMMAND")
     write(f"{folder}/baseline", 3.29)
     run(f"--begin {Path(folder).absolute()}/")
-    compared = readme.read_text()
-    assert f"why.)\n\nWhat `python records/compare.py {folder}/baseline {folder}`" in compared
+    assert f"why.)\n\nWhat `python records/compare.py {folder}/baseline {folder}`" in readme.read_text()
 
 
 # -------------------------------------------------------------------------------------- a run in several logs
@@ -475,8 +475,8 @@ def test_a_resumed_run_counts_once(run, logs, counts):
         seconds, after, last = map(int, numbers)
         data = f"ab12\nresumed: seed1 after step {after}; by another script" if after else "ab12"
         closing = COMPLETE if last == 500 else ""
-        options = {"first": after, "last": last, "validate_last": last % 125 == 0}
-        Path(f"{name}.txt").write_text(own_log(3.0, seconds, data=data, closing=closing, **options))
+        text = own_log(3.0, seconds, data=data, closing=closing, first=after, last=last)
+        Path(f"{name}.txt").write_text(text)
     (group,), _ = compare.read_groups(["."], None)
     (kept,) = group.runs
     points = [f"{point.step} {500 * point.time_s / point.step:.0f}" for point in kept.curve if point.step]
@@ -606,7 +606,7 @@ def test_curves_are_drawn(run, monkeypatch):
     write("a", 3.27, 3.26)
     write("diverged", math.nan)
     Path("llmc.log").write_text("s:0 trl:11.5 lr:0\ns:1 tel:11.0\ns:1 trl:10.5 lr:0\ns:500 tel:3.27\n")
-    Path("cut.log").write_text(steps(last=150, validate_last=False))
+    Path("cut.log").write_text(steps().partition("step:500/500 val")[0])
     monkeypatch.setenv("MPLBACKEND", "module://no_such_package.backend")
     paths = ["a", "diverged", "llmc.log", "cut.log", "--curves", "loss.png"]
     subprocess.run([sys.executable, compare.__file__, *paths], check=True)
@@ -631,10 +631,8 @@ def test_smoothed_training_loss():
     assert curve[-1][:3] == (98, 98.5, 2 * 97)
 
 
-def test_times_before_a_restart_of_the_clock_are_unknown():
-    """Validations are those that all runs share."""
-    training = compare.training_curve(group_of([(1, 5.0, 2.5), (2, 4.0, 0.5)]))
-    np.testing.assert_allclose(training, [(1, math.nan, 5, math.nan), (2, 0.5, 4, math.nan)])
+def test_validations_are_those_that_all_runs_share():
+    """Times before a restart of the clock are unknown."""
     group = group_of([], [])
     group.runs[0].curve = [Point(0, 9.0, 500.0), Point(9, 3.0, 2.0)]
     group.runs[1].curve = [Point(0, 8.0, 0.1), Point(7, 3.5, 3.5), Point(9, 3.0, 4.0)]
@@ -672,17 +670,18 @@ def test_diff(run):
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
+    """An empty path, as in a=$UNSET, does not mean this folder, and all logs in it."""
     Path("latin.txt").write_bytes(own_log(3.27, header=HEADER.replace("H100", "H\xe9")).encode("latin-1"))
     Path("broken.txt").write_text("config: {broken}\n" + steps())
     Path("twice.txt").write_text('config: {}\nconfig: {"seed": 1}\n' + steps())
     Path("dangling.txt").symlink_to("nowhere")
     Path("binary.txt").write_bytes(bytes(range(256)) * 40)
     Path("folder").mkdir()
-    others = ["broken.txt", "twice.txt", "dangling.txt", "binary.txt", "folder", "gone.txt", "*.missing"]
-    others.append("an empty path")  # as from a=$UNSET: it does not mean this folder, and all logs in it
-    code, out, err = run(" ".join(["latin.txt", *others[:-1], "a="]))
+    others = "broken.txt twice.txt dangling.txt binary.txt folder gone.txt *.missing"
+    code, out, err = run(f"latin.txt {others} a=")
     assert code == 2 and "NVIDIA H\ufffd" in out
-    assert re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE) == others
+    named = re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE)
+    assert named == [*others.split(), "an empty path"]
 
 
 ODD = [  # values that a fork's or an edited config may have
