@@ -140,7 +140,7 @@ def read_json(run, command):
 # ------------------------------------------------------------------------------------------------------- logs
 
 
-@pytest.mark.parametrize("fixture", FIXTURES, ids=[fixture["era"] for fixture in FIXTURES])
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda fixture: fixture["era"])
 def test_formats_and_odd_lines(run, fixture):
     for end in "\n", "\r\n":
         (found,), notes = read(end.join(fixture["tail"]))
@@ -194,7 +194,7 @@ def test_a_validation_that_cannot_be_read_is_named(run, line):
     first, rest = own_log(3.27).split("\nstep:375", 1)
     Path("log").write_text(f"{first}\n 9%|\r{line}\nstep:375{rest}")
     code, out, err = run("log")
-    assert (code, "3.2700" in out) == (2, True)
+    assert code == 2 and "3.2700" in out
     assert err == f"compare.py: log:{first.count(chr(10)) + 2}: cannot read this validation: {line!r}\n"
 
 
@@ -255,9 +255,8 @@ def test_paths_and_labels(run):
 def test_repeats_are_dropped(run):
     write("runs", *map(own_log, [3.27, 3.27, 3.28, 3.27], [90, 90, 90, 91]))
     Path("runs/10.stdout").write_text(steps(3.28, 90))  # sorts before the log, and has no header
-    out, err = read_json(run, "runs")
-    assert [r["path"] for r in out["groups"][0]["runs"]] == ["runs/0.txt", "runs/2.txt", "runs/3.txt"]
-    assert "runs/10.stdout: dropped, the same run as runs/2.txt" in err
+    dropped = re.findall("(runs/.*): dropped, the same run as (.*)", read_json(run, "runs")[1])
+    assert dropped == [("runs/1.txt", "runs/0.txt"), ("runs/10.stdout", "runs/2.txt")]
 
 
 LATER = "step:500/500 train_time:95100ms step_avg:9.00ms train_loss:3.3000@500\n"
@@ -293,14 +292,14 @@ def test_which_runs_count(run, text, reason):
     assert reason in group.lacks_runs and bool(reason) == bool(group.lacks_runs)
 
 
-@pytest.mark.parametrize("command", ["a b", "b a"])
-def test_a_group_without_runs_that_count_says_so_and_nothing_else(run, command):
+def test_a_group_without_runs_that_count_says_so_and_nothing_else(run):
     write("a", 3.27, 3.26)
     write("b", own_log(closing=f"epochs: 2\n{COMPLETE}"))
     text = "no run of b counts (trained in 2 epochs)"
-    parts = run(command)[1].strip().split("\n\n")
-    assert len(parts) == 2 and text in parts
-    out, err = read_json(run, command)
+    for command in "a b", "b a":
+        parts = run(command)[1].strip().split("\n\n")
+        assert len(parts) == 2 and text in parts
+    out, err = read_json(run, "a b")
     assert out["comparisons"][0]["because"] == text and "b/0.txt: left out, trained in 2 epochs" in err
 
 
@@ -338,7 +337,7 @@ def test_warnings_about_what_is_mixed(run):
     assert "the target 2.92" in run("mixed")[1]  # the lowest
 
 
-RECORDS = [  # which groups are changed, how; whether `new` is a record over `base`, None: not said
+RECORDS = [  # which groups are changed, how; whether `new` is a record over `base`
     ("", {}, "yes"),
     ("new", {"total": 400}, "yes"),
     ("new", {"last_run": {"closing": "", "loss": 3.4}}, "yes"),  # left out
@@ -348,7 +347,6 @@ RECORDS = [  # which groups are changed, how; whether `new` is a record over `ba
     ("new", {"seconds": 99}, "no"),
     ("new", {"seed": 1}, "no"),
     ("new", {"config": {"track": "other"}}, "no"),
-    ("base and new", {"config": {"track": "other"}}, None),
     ("new", {"last_run": {"config": {"track": None}}}, "no"),
     ("base", {"header": HEADER.replace("world_size 8", "world_size 4")}, "no"),
     # A run whose preset was edited is not of the track, whatever its log says.
@@ -362,9 +360,7 @@ def test_record(run):
             write_group(group, **{"seconds": seconds} | (change if group in changed else {}))
         write_referee("new")
         out = run("base new --target 9")[1]  # a record is of the track's target
-        answers = re.findall("^record: (.*?), because", out, re.MULTILINE)
-        assert answers == ([answer] if answer else []), change
-        assert ("steps and base 500" in out) == ("total" in str(change))
+        assert f"\nrecord: {answer}, because" in out, change
     assert "because not of the track `gpt2-small`: target is 3.5, not 3.28; of base: not " in out
 
 
@@ -413,21 +409,16 @@ def test_a_run_in_both_groups_makes_no_record(run):
     assert "1 of its runs are base's, too; " in last_line(run, "base new")
 
 
-def test_percentages_where_machines_and_data_are_the_same_or_not_known(run):
+def test_no_percentage_between_machines(run):
+    """How batches are packed makes no difference. A public log may name no machine."""
     write("a", own_log(seconds=90))
     write("packed", own_log(seconds=91, data="ab12 (9 tokens), packed otherwise"))
     Path("public.txt").write_text(steps(seconds=91))
     assert run("a packed public.txt")[1].count("+1.000 s (+1.11 %)") == 2
-
-
-@pytest.mark.parametrize("name, change", [("hardware", {"header": ON_A100}), ("data", {"data": "cd34"})])
-def test_no_percentage_between_machines_or_data(run, name, change):
-    write("a", own_log(seconds=90))
-    write("same", own_log(seconds=91))
-    write("other", own_log(seconds=91, **change))
-    out = run("a same other")[1]
-    assert out.startswith(f"warning: not the same {name}, ") and " %" not in out
-    assert run("a same other --anyway")[1].count("+1.000 s (+1.11 %)") == 2
+    write("other", own_log(seconds=91, header=ON_A100))
+    out = run("a packed other")[1]
+    assert out.startswith("warning: not the same hardware, ") and " %" not in out
+    assert run("a packed other --anyway")[1].count("+1.000 s (+1.11 %)") == 2
 
 
 def test_a_records_readme_is_begun_once(run, monkeypatch):
@@ -436,15 +427,15 @@ def test_a_records_readme_is_begun_once(run, monkeypatch):
     write(folder, 3.27, 3.26)
     table = run(folder)[1]
     monkeypatch.setenv("RUN_COMMAND", "./run.sh --name My_Idea")
-    code, out, _ = run(f"--begin {folder}")
-    assert code == 0 and out.endswith(table)
+    assert run(f"--begin {folder}")[1].endswith(table)
     assert readme.read_text() == (
         "# My_Idea\n\n![Losses over steps and over training time](curves.png)\n\n"
         "(What was changed, against which record, and why.)\n\n    ./run.sh --name My_Idea\n\n"
         f"What `python records/compare.py {folder}` prints:\n\n{textwrap.indent(table, '    ')}"
     )
     readme.write_text("mine")
-    assert run(f"--begin {folder}")[0] == 0 and readme.read_text() == "mine"
+    run(f"--begin {folder}")
+    assert readme.read_text() == "mine"
     readme.unlink()
     monkeypatch.delenv("RUN_COMMAND")
     write(f"{folder}/baseline", 3.29)
@@ -474,14 +465,11 @@ def test_a_resumed_run_counts_once(run, logs, counts):
         name, *numbers = log.split()
         seconds, after, last = map(int, numbers)
         data = f"ab12\nresumed: seed1 after step {after}; by another script" if after else "ab12"
-        closing = COMPLETE if last == 500 else ""
-        text = own_log(3.0, seconds, data=data, closing=closing, first=after, last=last)
-        Path(f"{name}.txt").write_text(text)
+        Path(f"{name}.txt").write_text(own_log(3.0, seconds, data=data, first=after, last=last))
     (group,), _ = compare.read_groups(["."], None)
     (kept,) = group.runs
     points = [f"{point.step} {500 * point.time_s / point.step:.0f}" for point in kept.curve if point.step]
     assert f"{Path(kept.path).stem}: {', '.join(points)}" == counts
-    assert "resumed, one run with" in group.notes[0]
 
 
 # ------------------------------------------------------------------------------------------------- statistics
@@ -565,26 +553,27 @@ PAIRED = """
 record:"""
 
 
-def write_pairs(base, new, seeds):
-    """Writes four runs, and as many whose losses and times are lower by the same or almost the same."""
+def write_pairs(base, new):
+    """Writes runs of seeds 0 to 3, and others with these seeds, in the other order of files."""
     write(base, *map(own_log, [3.26, 3.27, 3.28, 3.29], [80, 82, 84, 86], [0, 1, 2, 3]))
-    write(new, *map(own_log, [3.28, 3.27, 3.259, 3.251], [84.9, 83.2, 81, 79.1], seeds))
+    write(new, *map(own_log, [3.28, 3.27, 3.259, 3.251], [84.9, 83.2, 81, 79.1], [3, 2, 1, 0]))
 
 
 def test_runs_of_equal_seeds_are_compared_in_pairs(run):
     """Checks numbers that numpy gave: t = mean(d) / (sd(d) / sqrt(4)), d the difference of each pair."""
-    write_pairs("new/baseline", "new", [3, 2, 1, 0])
+    write_pairs("new/baseline", "new")
     assert PAIRED in run("new/baseline new")[1]
 
 
 def test_times_are_paired_only_if_the_runs_alternated(run):
-    write_pairs("base", "new", [3, 2, 1, 0])
+    write_pairs("base", "new")
     out = run("base new")[1]
     assert PAIRED.replace("  time    -0.950 s (-1.14 %)    -14.72     3.0     0.0007\n", "") in out
 
 
 def test_other_seeds_are_not_paired(run):
-    write_pairs("new/baseline", "new", [4, 2, 1, 0])
+    write_group("new/baseline", 95)
+    write_group("new", 90, last_run={"seed": 4})
     assert "pairs" not in run("new/baseline new")[1]
 
 
@@ -608,8 +597,8 @@ def test_curves_are_drawn(run, monkeypatch):
     Path("llmc.log").write_text("s:0 trl:11.5 lr:0\ns:1 tel:11.0\ns:1 trl:10.5 lr:0\ns:500 tel:3.27\n")
     Path("cut.log").write_text(steps().partition("step:500/500 val")[0])
     monkeypatch.setenv("MPLBACKEND", "module://no_such_package.backend")
-    paths = ["a", "diverged", "llmc.log", "cut.log", "--curves", "loss.png"]
-    subprocess.run([sys.executable, compare.__file__, *paths], check=True)
+    command = f"'{sys.executable}' '{compare.__file__}' a diverged llmc.log cut.log --curves loss.png"
+    subprocess.run(command, shell=True, check=True)
     assert Path("loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
@@ -644,8 +633,8 @@ DIFF = """config
 --- a.txt
 +++ b.txt
 @@ -3 +3 @@
--layers.1.window: "short"
-+layers.1.window: "long"
+-layers.1: "short"
++layers.1: "long"
 script
 --- a.txt
 +++ b.txt
@@ -657,9 +646,9 @@ script
 
 
 def test_diff(run):
-    for log, window, source in ("a.txt", "short", "x = 1\ny = 2"), ("b.txt", "long", "x = 1\ny = 3"):
-        config = {"layers": [{"window": "long"}, {"window": window}]}
-        Path(log).write_text(own_log(seed=1, source=source, config=config))
+    log = own_log(seed=1, source="x = 1\ny = 2", config={"layers": ["long", "short"]})
+    Path("a.txt").write_text(log)
+    Path("b.txt").write_text(log.replace("short", "long").replace("y = 2", "y = 3"))
     assert run("--diff a.txt b.txt")[1] == DIFF
     assert run("--diff a.txt a.txt") == (0, "config\n  no difference\nscript\n  no difference\n", "")
     Path("screen").write_text(steps())
@@ -676,8 +665,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
     Path("twice.txt").write_text('config: {}\nconfig: {"seed": 1}\n' + steps())
     Path("dangling.txt").symlink_to("nowhere")
     Path("binary.txt").write_bytes(bytes(range(256)) * 40)
-    Path("folder").mkdir()
-    others = "broken.txt twice.txt dangling.txt binary.txt folder gone.txt *.missing"
+    others = "broken.txt twice.txt dangling.txt binary.txt gone.txt *.missing"
     code, out, err = run(f"latin.txt {others} a=")
     assert code == 2 and "NVIDIA H\ufffd" in out
     named = re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE)
@@ -696,11 +684,9 @@ ODD = [  # values that a fork's or an edited config may have
 
 
 @pytest.mark.parametrize("odd", ODD, ids=[odd[:20] for odd in ODD])
-def test_an_odd_config_is_named_and_the_rest_reported(run, odd):
-    write("runs", 3.27, f"config: {{{odd}}}\n{steps()}")
-    code, out, err = run("runs")
-    assert code == 2 and "3.2700" in out
-    assert re.fullmatch(r"compare.py: runs/1.txt: its config .*\n", err)
+def test_an_odd_config_is_named(run, odd):
+    Path("log").write_text(f"config: {{{odd}}}\n{steps()}")
+    assert re.fullmatch(r"compare.py: log: its config .*\n", run("log")[2])
 
 
 BAD_USAGE = ["", "x --diff a b", "--begin a --update"]
@@ -720,8 +706,7 @@ def test_bad_usage(run, arguments):
 def test_a_missing_package_is_one_line(run, monkeypatch):
     write("a", 3.27, 3.28)
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    code, _, err = run("a")
-    assert code == 2 and "needs scipy," in err and err.count("\n") == 1
+    assert re.fullmatch("compare.py: needs scipy, .*\n", run("a")[2])
 
 
 # ------------------------------------------------------------------------------------------ records/README.md
@@ -814,8 +799,7 @@ def test_what_is_no_record_is_not_listed(run, records, change, reason):
     code, _, err = run("--update")
     assert code == 2
     assert re.fullmatch(rf"compare.py: \S*{NEXT}: not listed, because .*{reason}.*\n", err)
-    front = Path("README.md").read_text()
-    assert "First" in front and "Next" not in front + (records / "README.md").read_text()
+    assert "Next" not in (records / "README.md").read_text()
 
 
 def test_no_page_is_written_if_one_lacks_its_marks_or_a_log_is_broken(run, records):
