@@ -91,8 +91,7 @@ def test_runs_on_other_data_are_made_again(trained):
     ablate(command)
     Path("b/mine_train_000001.bin").write_text("other data")
     ablate(command)
-    settings = ["data=a", "data=a x=1", "data=a data=b", "data=a data=b"]
-    assert [run[2] for run in trained] == settings
+    assert [run[2] for run in trained] == ["data=a", "data=a x=1", "data=a data=b", "data=a data=b"]
 
 
 @pytest.mark.parametrize("line", ('{"run": ["0123", "cpu", "", 0], "lo', "", '{"run": 5, "loss": 2}'))
@@ -157,16 +156,17 @@ def test_a_lower_loss_is_worth_steps():
     noise = np.array([0.01, -0.02, 0.01])  # of the seeds, the same on both sides
 
     def losses(steps):
-        return list(1 - 0.2 * math.log(steps) + noise)
+        return 1 - 0.2 * math.log(steps) + noise
 
-    text = worth.in_time(losses(1 / 0.9), losses(1), losses(0.8), np.full(6, 1.06))
+    ratios = np.full(6, 1.06)
+    text = worth.in_time(losses(1 / 0.9), losses(1), losses(0.8), ratios)
     assert "its steps take 1.060 +- 0.000 of the time" in text
     assert (
         "about 5 % less time to the baseline's loss, in 90 % of the steps (95 %: 5 % less to 5 % less)"
         in text
     )
     assert "extrapolated" not in text
-    text = worth.in_time(losses(0.7), losses(1), losses(0.8), np.full(6, 1.06))
+    text = worth.in_time(losses(0.7), losses(1), losses(0.8), ratios)
     assert "about 51 % more time" in text and text.endswith(", extrapolated")
 
 
@@ -207,8 +207,6 @@ def test_the_baseline_also_runs_with_fewer_steps(trained, monkeypatch, capsys):
     trained.clear()
     ablate("x=1 --seeds 2 --set length=0.5 --losses-only --out other.jsonl")
     assert [run[2] for run in trained] == 2 * ["length=0.5", "length=0.5 x=1"]
-    with pytest.raises(SystemExit, match="length=x"):
-        ablate("x=1 --set length=x")
 
 
 def test_tiny_keeps_no_losses(trained, capsys):
@@ -216,8 +214,7 @@ def test_tiny_keeps_no_losses(trained, capsys):
     ablate("x=2 --tiny --set val_slices=2")
     tiny = "length=0.05 warmup=false val_slices=4 samples=0 val_slices=2"
     assert [run[2] for run in trained] == [tiny, f"{tiny} x=2"]
-    printed = capsys.readouterr()
-    assert "1.75" not in printed.out + printed.err
+    assert "1.75" not in str(capsys.readouterr())
     assert not Path("ablations.jsonl").exists()
 
 
@@ -245,17 +242,15 @@ def read_until(fifo, end):
 
 @pytest.mark.parametrize("how", ("SIGTERM", "SIGKILL"))
 def test_an_end_ends_the_runs(tmp_path, how):
-    """Two run at once, two wait. None trains on, none is begun, and no copies of scripts are left."""
+    """Two run at once, two wait. None trains on, and none is begun."""
     if how == "SIGKILL" and sys.platform != "linux":
         pytest.skip("only Linux kills a child with its parent")
     (tmp_path / "script.py").write_text(ENDLESS)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
     path = tmp_path / "fifo"
     os.mkfifo(path)
     fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     command = [sys.executable, ablations.__file__, *"x=1 --script script.py --seeds 2 --jobs 2".split()]
-    environment = os.environ | {"FIFO": str(path), "TMPDIR": str(folder)}
+    environment = os.environ | {"FIFO": str(path)}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=pipe, text=True) as process:
         os.set_blocking(fifo, True)
@@ -270,7 +265,6 @@ def test_an_end_ends_the_runs(tmp_path, how):
     if how != "SIGKILL":
         assert process.returncode == 130
         assert errors.endswith("ablations.py: interrupted\n")
-        assert not list(folder.iterdir())
 
 
 @pytest.mark.slow
@@ -285,7 +279,6 @@ def test_real_runs_and_one_that_fails(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert f"| copy | {entry['loss']:.4f} | +0.0000 |  | one seed: no error |" in printed
     assert len(re.findall(r"^(?:copy|adam_lr=0.1): its steps take \d\.\d+ ", printed, re.MULTILINE)) == 2
-    assert sys.modules["train_gpt"] is tg
     assert f"val_loss:{entry['loss']}" in Path(entry["log"]).read_text()
     out.unlink()
     with pytest.raises(SystemExit, match="failed: train_gpt.py: error: padded_vocab "):
