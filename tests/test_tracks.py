@@ -7,10 +7,12 @@ import tracks
 
 from train_gpt import PRESETS
 
+pytestmark = pytest.mark.pinned(
+    "the task of a preset's track (its data, target, validation or micro-batches)"
+)
 PRESET_OF = {"cpu": "cpu", "words": "words", "gpt2-small": "record"}
 
 
-@pytest.mark.pinned("the task of a preset's track (its data, target, validation or micro-batches)")
 @pytest.mark.parametrize("track", tracks.TRACKS)
 def test_the_presets_have_their_tracks_constants(track):
     cfg = PRESETS[PRESET_OF[track]]
@@ -18,7 +20,6 @@ def test_the_presets_have_their_tracks_constants(track):
     assert tracks.differences(track, asdict(cfg)) == []
 
 
-@pytest.mark.pinned("the task of a preset's track (its data, target, validation or micro-batches)")
 def test_other_values_are_named():
     """A listed record keeps its former target."""
     cfg = replace(PRESETS["cpu"], val_slices=1, target=3.5, heads=8)

@@ -1,4 +1,4 @@
-"""Tests bench/transfer.py: effects, which signs count, and that every variant is another run."""
+"""Tests bench/transfer.py: an effect by hand, and the page, which says which signs count."""
 
 from pathlib import Path
 
@@ -7,16 +7,8 @@ import pytest
 import scipy.stats
 
 import transfer
-from transfer import Effect, Technique
 
-HELPS, HARMS, UNSURE = Effect(5, 1, 5), Effect(-5, 1, 5), Effect(5, 3, 5)
-
-
-def technique(published: float | str, group: transfer.Group = "optimizer") -> Technique:
-    return Technique(f"{published} {group}", group, published, "PR 0")
-
-
-RUNS = """
+RUNS = """\
 {"run": ["", "cpu", "", 1], "label": "as it is", "loss": 2.0}
 {"run": ["", "cpu", "", 2], "label": "as it is", "loss": 3.0}
 {"run": ["", "cpu", "", 3], "label": "as it is", "loss": 9.0}
@@ -34,28 +26,12 @@ def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
     So 3.9 counts for nothing: its seed has a pair in fp32.
     """
     path = tmp_path / "runs.jsonl"
-    path.write_text(RUNS.lstrip())
+    path.write_text(RUNS)
     monkeypatch.setattr(transfer, "runs_of", lambda track: path)
     losses = transfer.read_losses("cpu")
     assert transfer.effect(("a=1", ""), losses) == pytest.approx((200, 100, 2))
     assert transfer.effect(("", "a=1"), losses) == pytest.approx((-200, 100, 2))
     assert transfer.effect(("b=1", ""), losses) is transfer.effect(None, losses) is None
-
-
-def test_signs_count_where_both_sides_are_resolved():
-    found = {
-        technique(3.0): HELPS,
-        technique(-3.0): HELPS,
-        technique(-4.0): HARMS,
-        technique("10 steps"): HARMS,
-        technique("20 steps"): UNSURE,
-        technique(1.9): HELPS,
-        technique("30 steps", "vocabulary"): HELPS._replace(pairs=4),
-    }
-    assert transfer.agreement(found) == (2, 4)
-    lines = transfer.summary("cpu", found)
-    assert lines[0] == "cpu: 2 of 4 signs agree, p 1"
-    assert lines[-4] == "optimizer: 2 of 4 signs agree, of 6 techniques"
 
 
 def test_the_page_has_the_tables():
