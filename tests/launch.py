@@ -122,13 +122,21 @@ def run_main(arguments):
 
 
 def wrap(where, around):
-    """Replaces `where`, "function", "Class.method" or "module.function", with `around(original)`."""
+    """Lets around(original, *arguments) run in place of `where`.
+
+    That is "function", "Class.method" or "module.function".
+    """
     *path, name = where.split(".")
     owner = tg
     for part in path:
         owner = getattr(owner, part)
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(around(original)))
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
 
 
 @dataclass
@@ -142,13 +150,10 @@ class FaultAtCall:
     def __call__(self):
         calls = itertools.count(1)
 
-        def faulty(original):
-            def call(*args, **kwargs):
-                if next(calls) == self.call:
-                    self.do()
-                return original(*args, **kwargs)
-
-            return call
+        def faulty(original, *args, **kwargs):
+            if next(calls) == self.call:
+                self.do()
+            return original(*args, **kwargs)
 
         wrap(self.where, faulty)
 
@@ -179,30 +184,24 @@ class FaultAtWrite:
             if opens or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
                 change(event)
 
-        def mark(original):
-            def marking(*args, **kwargs):
-                nonlocal is_inside
-                is_inside = next(calls) == 1
-                original(*args, **kwargs)
-                is_inside = False
+        def mark(original, *args, **kwargs):
+            nonlocal is_inside
+            is_inside = next(calls) == 1
+            original(*args, **kwargs)
+            is_inside = False
 
-            return marking
-
-        def save_in_halves(original):
-            def saving(content, file):
-                if not hasattr(file, "write"):
-                    original(content, file)
-                    return
-                buffer = io.BytesIO()
-                original(content, buffer)
-                data = buffer.getvalue()
-                half = len(data) // 2
-                file.write(data[:half])
-                file.flush()
-                change("half of torch.save")
-                file.write(data[half:])
-
-            return saving
+        def save_in_halves(original, content, file):
+            if not is_inside:
+                original(content, file)
+                return
+            buffer = io.BytesIO()
+            original(content, buffer)
+            data = buffer.getvalue()
+            half = len(data) // 2
+            file.write(data[:half])
+            file.flush()
+            change("half of torch.save")
+            file.write(data[half:])
 
         wrap(self.where, mark)
         wrap("torch.save", save_in_halves)
