@@ -17,6 +17,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -73,8 +75,7 @@ def make_corpus(folder, train=(6000, 6000), val=1500):
     for token in range(97, 104):
         words[token] = (b"x" * (token - 96)).hex()
     (folder / "vocabulary.txt").write_text("\n".join(words) + "\n")
-    sizes = {f"train_{i:06d}": count for i, count in enumerate(train)}
-    sizes["val_000000"] = val
+    sizes = {f"train_{i:06d}": count for i, count in enumerate(train)} | {"val_000000": val}
     rng = np.random.default_rng(2)
     for name, count in sizes.items():
         tokens = random_documents(rng, count, 257, 256, 120)
@@ -121,54 +122,60 @@ def run_main(arguments):
 
 
 def wrap(where, around):
-    """Replaces `where`, "function", "Class.method" or "module.function", with `around(original)`."""
+    """Lets around(original, *arguments) run in place of `where`.
+
+    That is "function", "Class.method" or "module.function".
+    """
     *path, name = where.split(".")
     owner = tg
     for part in path:
         owner = getattr(owner, part)
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(around(original)))
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
 
 
+@dataclass
 class FaultAtCall:
     """Runs `do()` before the `call`-th call (from 1) of `where`, named as in wrap()."""
 
-    def __init__(self, where, call, do):
-        self.where = where
-        self.call = call
-        self.do = do
+    where: str
+    call: int
+    do: Callable
 
     def __call__(self):
         calls = itertools.count(1)
 
-        def faulty(original):
-            def call(*args, **kwargs):
-                if next(calls) == self.call:
-                    self.do()
-                return original(*args, **kwargs)
-
-            return call
+        def faulty(original, *args, **kwargs):
+            if next(calls) == self.call:
+                self.do()
+            return original(*args, **kwargs)
 
         wrap(self.where, faulty)
 
 
+@dataclass
 class FaultAtWrite:
     """Runs `do()` before the `n`-th change (from 1) that the first call of `where` makes to files.
 
     Half of what torch.save writes counts as a change. Prints the change's name.
     """
 
-    def __init__(self, where, n, do):
-        self.where = where
-        self.n = n
-        self.do = do
+    where: str
+    n: int
+    do: Callable
 
     def __call__(self):
+        calls = itertools.count(1)
         changes = itertools.count(1)
-        state = "before"  # the first call of `where`; then "inside", then "after"
+        is_inside = False  # the first call of `where`
 
         def change(name):
-            if state == "inside" and next(changes) == self.n:
+            if is_inside and next(changes) == self.n:
                 os.write(1, f"change: {name}\n".encode())
                 self.do()
 
@@ -177,32 +184,24 @@ class FaultAtWrite:
             if opens or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
                 change(event)
 
-        def mark(original):
-            def marking(*args, **kwargs):
-                nonlocal state
-                if state == "before":
-                    state = "inside"
-                result = original(*args, **kwargs)
-                state = "after"
-                return result
+        def mark(original, *args, **kwargs):
+            nonlocal is_inside
+            is_inside = next(calls) == 1
+            original(*args, **kwargs)
+            is_inside = False
 
-            return marking
-
-        def save_in_halves(original):
-            def saving(content, file):
-                if not hasattr(file, "write"):
-                    original(content, file)
-                    return
-                buffer = io.BytesIO()
-                original(content, buffer)
-                data = buffer.getvalue()
-                half = len(data) // 2
-                file.write(data[:half])
-                file.flush()
-                change("half of torch.save")
-                file.write(data[half:])
-
-            return saving
+        def save_in_halves(original, content, file):
+            if not is_inside:
+                original(content, file)
+                return
+            buffer = io.BytesIO()
+            original(content, buffer)
+            data = buffer.getvalue()
+            half = len(data) // 2
+            file.write(data[:half])
+            file.flush()
+            change("half of torch.save")
+            file.write(data[half:])
 
         wrap(self.where, mark)
         wrap("torch.save", save_in_halves)
@@ -240,12 +239,12 @@ def fill_disk(free):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@dataclass
 class SetGlobal:
     """Sets a global of the script to `value`, as a fault does: in one rank, before it begins."""
 
-    def __init__(self, name, value):
-        self.name = name
-        self.value = value
+    name: str
+    value: object
 
     def __call__(self):
         setattr(tg, self.name, self.value)
@@ -268,11 +267,10 @@ class Launch:
         # torchrun's agent keeps such a store too.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = []
-        faults = faults or {}
-        rank_arguments = rank_arguments or {}
         for rank in range(max(world_size, 1)):
-            words = [str(argument) for argument in arguments] + rank_arguments.get(rank, [])
-            args = rank, world_size, self.store.port, folder, words, self.output.name, faults.get(rank)
+            words = [*map(str, arguments), *(rank_arguments or {}).get(rank, [])]
+            fault = (faults or {}).get(rank)
+            args = rank, world_size, self.store.port, folder, words, self.output.name, fault
             self.processes.append(CONTEXT.Process(target=_rank, daemon=True, args=args))
         for process in self.processes:
             process.start()
@@ -287,17 +285,13 @@ class Launch:
             running = self.running
             assert time.monotonic() < end, f"{running} still run after {seconds} s; their output: {self.err}"
             if any(self.statuses):
-                self.end_rest(running)
+                graced = time.monotonic() + GRACE
+                for process in running:
+                    process.join(max(0.0, graced - time.monotonic()))  # most have ended by then
+                    process.terminate()
+                    process.join()
             wait([process.sentinel for process in running], 1)
         return self.statuses
-
-    def end_rest(self, running):
-        """Terminates processes that still run after GRACE seconds."""
-        end = time.monotonic() + GRACE
-        for process in running:
-            process.join(max(0.0, end - time.monotonic()))  # most have ended by then
-            process.terminate()
-            process.join()
 
     @property
     def statuses(self):
@@ -309,7 +303,7 @@ class Launch:
 
     def read(self, stream):
         paths = sorted(Path(self.output.name).glob(f"*.{stream}"))
-        return "".join(path.read_text() for path in paths)
+        return "".join(map(Path.read_text, paths))
 
     out = property(lambda self: self.read("out"))
     err = property(lambda self: self.read("err"))

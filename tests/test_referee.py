@@ -6,6 +6,7 @@ An edit replaces a text that the script has exactly once.
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -67,143 +68,114 @@ BUILD = "    model, optimizer = build(cfg, backend, exchange, args.seed)\n"
 CROSS_ENTROPY = 'return F.cross_entropy(z, targets, reduction="none")'
 MEAN_OF_SLICES = "return exchange.all_reduce(losses).wait().mean().item()"
 
-# (rule, name): the edit, and settings.
+# By the rule that they break: what is replaced by what.
 CHEATS = {
-    ("causal", "attention sees one token ahead"): (
-        ["(keys <= positions.view(-1, block, 1))", "(keys <= positions.view(-1, block, 1) + 1)"],
-        [],
-    ),
-    ("causal", "keys come from the token after"): (
-        [
+    "causal": {
+        "attention sees one token ahead": [
+            "(keys <= positions.view(-1, block, 1))",
+            "(keys <= positions.view(-1, block, 1) + 1)",
+        ],
+        "keys come from the token after": [
             "torch.cat([passthrough[:1], passthrough[:-1]])",
             "torch.cat([passthrough[1:], passthrough[-1:]])",
         ],
-        [],
-    ),
-    ("causal", "the next token is smeared into this one"): (
-        [
+        "the next token is smeared into this one": [
             "torch.cat([embed[:1], embed[1:] + share * embed[:-1]])",
             "torch.cat([embed[:-1] + share * embed[1:], embed[-1:]])",
         ],
-        [],
-    ),
-    ("causal", "n-grams are hashed with the token to come"): (
-        ["hash_ngrams(tokens[:-1], hashed", "hash_ngrams(tokens[1:], hashed"],
-        [],
-    ),
-    ("causal", "the stream is centred over all positions"): (
-        ["        return final_norm(x, self", "        x = x - x.mean(0)\n        return final_norm(x, self"],
-        [],
-    ),
-    ("targets are only looked up", "targets choose the head's columns"): (
-        [
+        "n-grams are hashed with the token to come": [
+            "hash_ngrams(tokens[:-1], hashed",
+            "hash_ngrams(tokens[1:], hashed",
+        ],
+        "the stream is centred over all positions": [
+            "        return final_norm(x, self",
+            "        x = x - x.mean(0)\n        return final_norm(x, self",
+        ],
+    },
+    "targets are only looked up": {
+        "targets choose the head's columns": [
             LOSSES,
             "columns = micro_batch.targets[rows].unique()\n"
             "            own = torch.searchsorted(columns, micro_batch.targets[rows])\n"
             "            losses.append(next_token_losses(logits[:, columns], own, None, cfg.softcap))",
         ],
-        NO_POINTER,
-    ),
-    ("a probability", "a mixture that sums to 1.02"): (
-        ["return p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy\n"]
-        + ["return p_vocab * (1.02 - gate * (1 - p_sink)) + gate * p_copy\n"],
-        [],
-    ),
-    ("a probability", "a softmax over the target and few others"): (
-        [
+    },
+    "a probability": {
+        "a mixture that sums to 1.02": [
+            "return p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy\n",
+            "return p_vocab * (1.02 - gate * (1 - p_sink)) + gate * p_copy\n",
+        ],
+        "a softmax over the target and few others": [
             CROSS_ENTROPY,
             "own = z.gather(1, targets[:, None])\n"
             "        return torch.cat([own, z[:, ::5]], 1).logsumexp(1) - own[:, 0]",
         ],
-        NO_POINTER,
-    ),
-    ("a probability", "a document's first token costs nothing"): (
-        [
+        "a document's first token costs nothing": [
             "        return torch.cat(losses)\n",
             "        return torch.cat(losses).masked_fill(micro_batch.targets == cfg.bos_id, 0.0)\n",
         ],
-        [],
-    ),
-    ("a probability", "losses are divided by the temperature"): (
-        [CROSS_ENTROPY, CROSS_ENTROPY + " / 1.02"],
-        NO_POINTER,
-    ),
-    ("validation is not trained on", "the validation shard is among the training shards"): (
-        ['train = find_shards(cfg.data, "train")']
-        + ['train = find_shards(cfg.data, "val") + find_shards(cfg.data, "train")'],
-        [],
-    ),
-    ("validation is not trained on", "validation trains"): (
-        [MEAN_OF_SLICES, "model.lm_head.data.mul_(1.001)\n    " + MEAN_OF_SLICES],
-        [],
-    ),
-    ("validation is not trained on", "weights follow the validation's loss"): (
-        [STEP, STEP + "        model.scalars.data.add_(closing_loss(training) * 1e-5)\n"]
-        + [
+        "losses are divided by the temperature": [CROSS_ENTROPY, CROSS_ENTROPY + " / 1.02"],
+    },
+    "validation is not trained on": {
+        "the validation shard is among the training shards": [
+            'train = find_shards(cfg.data, "train")',
+            'train = find_shards(cfg.data, "val") + find_shards(cfg.data, "train")',
+        ],
+        "validation trains": [MEAN_OF_SLICES, "model.lm_head.data.mul_(1.001)\n    " + MEAN_OF_SLICES],
+        "weights follow the validation's loss": [
+            STEP,
+            STEP + "        model.scalars.data.add_(closing_loss(training) * 1e-5)\n",
             "def train(\n",
             "def closing_loss(training):\n"
             "    return float(training.val.tokens.sum() % 997)\n\n\n"
             "def train(\n",
         ],
-        [],
-    ),
-    ("the whole validation", "half of the slices"): (
-        ["slices = slices or model.cfg.val_slices", "slices = slices or max(1, model.cfg.val_slices // 2)"],
-        [],
-    ),
-    ("the whole validation", "the mean of the best slices"): (
-        [
+    },
+    "the whole validation": {
+        "half of the slices": [
+            "slices = slices or model.cfg.val_slices",
+            "slices = slices or max(1, model.cfg.val_slices // 2)",
+        ],
+        "the mean of the best slices": [
             MEAN_OF_SLICES,
             "return exchange.all_reduce(losses).wait().sort().values[: slices - 1].mean().item()",
         ],
-        [],
-    ),
-    ("the whole validation", "the easiest documents first"): (
-        [
+        "the easiest documents first": [
             "paths])[:need]\n",
             "paths])[:need]\n"
             "        starts = np.flatnonzero(self.tokens == cfg.bos_id)\n"
             "        parts = sorted(np.split(self.tokens, starts), key=len)\n"
             "        self.tokens = np.concatenate(parts)\n",
         ],
-        [],
-    ),
-    ("the whole validation", "the training text"): (
-        ["ValLoader(cfg, data.val)", "ValLoader(cfg, data.train)"],
-        [],
-    ),
-    ("the whole validation", "a lower loss in the log"): (
-        ["        loss = validate(", "        loss = 0.99 * validate("],
-        [],
-    ),
-    ("the track's constants", "one slice"): (["    val_slices=128,", "    val_slices=1,"], []),
-    ("the track's constants", "a higher target"): (["    target=1.07,", "    target=3.5,"], []),
-    ("each token once", "a second pass over the first documents"): (
-        [
+        "the training text": ["ValLoader(cfg, data.val)", "ValLoader(cfg, data.train)"],
+        "a lower loss in the log": ["        loss = validate(", "        loss = 0.99 * validate("],
+    },
+    "the track's constants": {
+        "one slice": ["    val_slices=128,", "    val_slices=1,"],
+        "a higher target": ["    target=1.07,", "    target=3.5,"],
+    },
+    "each token once": {
+        "a second pass over the first documents": [
             "        firsts = self.advance(plan",
             "        if plan.step == cfg.steps // 2:\n"
             "            self.document = 0\n"
             "        firsts = self.advance(plan",
         ],
-        [],
-    ),
-    ("each token once", "each batch twice through the model"): (
-        ["for micro_batch in batch.micro_batches:", "for micro_batch in 2 * batch.micro_batches:"],
-        [],
-    ),
-    ("warm-up is undone", "a warm-up that stays"): (["    restore(before, model, optimizer)\n", ""], []),
-    ("warm-up is undone", "momentum of the warm-up stays"): (
-        [
+        "each batch twice through the model": [
+            "for micro_batch in batch.micro_batches:",
+            "for micro_batch in 2 * batch.micro_batches:",
+        ],
+    },
+    "warm-up is undone": {
+        "a warm-up that stays": ["    restore(before, model, optimizer)\n", ""],
+        "momentum of the warm-up stays": [
             "    restore(before, model, optimizer)\n",
             "    kept = map_tensors(torch.clone, optimizer.params['lm_head'].state)\n"
             "    restore(before, model, optimizer)\n"
             "    for t, saved in zip(tree_leaves(optimizer.params['lm_head'].state), tree_leaves(kept)):\n"
             "        t.copy_(saved)\n",
         ],
-        [],
-    ),
-    ("warm-up is undone", "steps before the clock"): (
-        [
+        "steps before the clock": [
             BUILD,
             BUILD + "    loader = TrainLoader(cfg, data.train, rank, world_size)\n"
             "    early = Prefetcher(loader, [plan_step(cfg, step) for step in range(2)], ids_exchange)\n"
@@ -211,10 +183,9 @@ CHEATS = {
             "        train_step(model, optimizer, early.next(), early.peek)\n"
             "    loader.close()\n",
         ],
-        [],
-    ),
-    ("the clock", "it stops in the optimizer"): (
-        [
+    },
+    "the clock": {
+        "it stops in the optimizer": [
             "    bar = progress_bar(total=cfg.steps",
             "    update = optimizer.step\n\n"
             "    def step(*arguments):\n"
@@ -224,27 +195,31 @@ CHEATS = {
             "    optimizer.step = step\n"
             "    bar = progress_bar(total=cfg.steps",
         ],
-        [],
-    ),
-    ("the clock", "it is slow"): (["yield 1000 * (stopped", "yield 900 * (stopped"], []),
-    ("the clock", "it starts after the first steps"): (
-        [STEP, STEP + "        if step == 2:\n            clock.began = clock.synchronized()\n"],
-        [],
-    ),
-    ("reproducible", "the seed is the time"): (
-        [
+        "it is slow": ["yield 1000 * (stopped", "yield 900 * (stopped"],
+        "it starts after the first steps": [
+            STEP,
+            STEP + "        if step == 2:\n            clock.began = clock.synchronized()\n",
+        ],
+    },
+    "reproducible": {
+        "the seed is the time": [
             '        """Sets all parameters to their initial',
             '        seed = time.time_ns()\n        """Sets all parameters to their initial',
         ],
-        [],
-    ),
+    },
+}
+WITHOUT_POINTER = {
+    "targets choose the head's columns",
+    "a softmax over the target and few others",
+    "losses are divided by the temperature",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule,name", CHEATS, ids=map(": ".join, CHEATS))
+@pytest.mark.parametrize("rule,name", [(rule, name) for rule in CHEATS for name in CHEATS[rule]])
 def test_cheat_is_caught_by_its_rule(rule, name, corpus, tmp_path):
-    texts, settings = CHEATS[rule, name]
+    texts = CHEATS[rule][name]
+    settings = NO_POINTER if name in WITHOUT_POINTER else []
     if rule in OF_A_LOSS:  # needs a trained model, and nothing else of its run
         settings = [*settings, "warmup=false", "val_slices=1"]
     edits = [*zip(texts[::2], texts[1::2])]
@@ -254,37 +229,40 @@ def test_cheat_is_caught_by_its_rule(rule, name, corpus, tmp_path):
     assert found[rule].startswith("broken: ")
 
 
-HONEST = {
-    "the script as it is": ([], []),
-    "another activation": (
-        ["return F.linear(h, fc).relu_().square()", "return F.linear(h, fc).relu_().square().mul_(0.5)"]
-        + ["return (2 * dy @ proj.T).mul_(root)", "return (dy @ proj.T).mul_(2**0.5 * root)"],
-        [],
-    ),
-    "another schedule": ([], ["cooldown_frac=0.7", "stages.1.lr_mul=1.1", "averages.0.rate=0.2"]),
-    "a wider model": ([], ["head_dim=16", "mlp_dim=48"]),
-    "no pointer": ([], NO_POINTER),
-    "another optimizer": (
-        ["update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)"]
-        + ["update = 0.1 * step_size * lr_mul * exp_avg.sign()"],
-        [],
-    ),
-    "another batch size": ([], ["stages.*.batch_tokens=512"]),
-    "later targets": ([], ["stages.*.mtp=1,0.5,0.2"]),
-    "a learned scale": (
-        ["        return final_norm(x", "        return (1 + self.scalars[-1]) * final_norm(x"],
-        [],
-    ),
-    "another softcap": ([], ["softcap.scale=15", "softcap.shift=1"]),
-    "no n-grams": ([], ["ngrams.orders="]),
-    "one micro-batch": ([], ["microbatches=1"]),
+HONEST_EDITS = {
+    "another activation": [
+        "return F.linear(h, fc).relu_().square()",
+        "return F.linear(h, fc).relu_().square().mul_(0.5)",
+        "return (2 * dy @ proj.T).mul_(root)",
+        "return (dy @ proj.T).mul_(2**0.5 * root)",
+    ],
+    "another optimizer": [
+        "update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)",
+        "update = 0.1 * step_size * lr_mul * exp_avg.sign()",
+    ],
+    "a learned scale": [
+        "        return final_norm(x",
+        "        return (1 + self.scalars[-1]) * final_norm(x",
+    ],
+}
+HONEST_SETTINGS = {
+    "the script as it is": [],
+    "another schedule": ["cooldown_frac=0.7", "stages.1.lr_mul=1.1", "averages.0.rate=0.2"],
+    "a wider model": ["head_dim=16", "mlp_dim=48"],
+    "no pointer": NO_POINTER,
+    "another batch size": ["stages.*.batch_tokens=512"],
+    "later targets": ["stages.*.mtp=1,0.5,0.2"],
+    "another softcap": ["softcap.scale=15", "softcap.shift=1"],
+    "no n-grams": ["ngrams.orders="],
+    "one micro-batch": ["microbatches=1"],
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", [*HONEST_EDITS, *HONEST_SETTINGS])
 def test_honest_edit_passes(name, corpus, tmp_path):
-    texts, settings = HONEST[name]
+    texts = HONEST_EDITS.get(name, [])
+    settings = HONEST_SETTINGS.get(name, [])
     script = edited(tmp_path, *zip(texts[::2], texts[1::2]), make_tiny(*settings))
     found = judge(script, corpus, tmp_path)
     del found["the log's script"]  # there is no log
@@ -302,14 +280,13 @@ def test_verdict_is_read_as_it_was_written(tmp_path):
     assert verdict.passed
 
 
-@pytest.mark.parametrize("result", ["broken: ok", "not shown: ok", "okay", None])
+@pytest.mark.parametrize("result", ["broken: ok", "okay"])
 def test_verdict_needs_every_rule(result, tmp_path):
-    results = dict.fromkeys(referee.RULES, "ok")
-    results["the clock"] = result
-    lines = referee.table(results).splitlines()
-    text = "\n".join(line for line in lines if "None" not in line)
     path = tmp_path / referee.FILE_NAME
-    path.write_text(text)
+    table = referee.table(dict.fromkeys(referee.RULES, "ok") | {"the clock": result})
+    path.write_text(table)
+    assert not referee.read_verdict(path).passed
+    path.write_text(re.sub(".*the clock.*\n", "", table))
     assert not referee.read_verdict(path).passed
 
 
@@ -317,12 +294,11 @@ def test_damaged_verdict_has_not_passed(tmp_path):
     path = tmp_path / referee.FILE_NAME
     path.write_bytes(b"\xff\x00script: ")
     assert referee.read_verdict(path) == ("", "", {})
-    assert not referee.read_verdict(path).passed
 
 
-def test_verdict_is_read_without_torch():
-    code = "import sys, referee; assert not {'torch', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent / "records", check=True)
+def test_verdict_and_tracks_need_no_package():
+    command = [sys.executable, "-S", "-c", "import referee, tracks"]
+    subprocess.run(command, cwd=SCRIPT.parent / "records", check=True)
 
 
 def write_log(folder, script):
@@ -378,41 +354,42 @@ def test_script_without_the_functions_is_not_shown(corpus, tmp_path):
     assert found["causal"] == "not shown: RuntimeError: the run `normal` failed"
 
 
-@pytest.mark.slow
-def test_table_is_written_beside_the_log(corpus, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def root(corpus, tmp_path, monkeypatch):
+    """Makes tmp_path the repository of referee.py, which has the data."""
     shutil.copytree(corpus, tmp_path / "data/local")
     monkeypatch.setattr(referee, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_table_is_written_beside_the_log(root, monkeypatch, capsys):
     monkeypatch.setattr(rules, "CHECKS", {rule: lambda case: "ok" for rule in referee.RULES})
-    script = edited(tmp_path)
+    script = edited(root)
     with pytest.raises(SystemExit) as stop:
-        referee.main([str(script), "--log", str(write_log(tmp_path, script))])
+        referee.main([str(script), "--log", str(write_log(root, script))])
     assert stop.value.code == 0
-    verdict = referee.read_verdict(tmp_path / referee.FILE_NAME)
-    assert verdict.passed
+    verdict = referee.read_verdict(root / referee.FILE_NAME)
     assert verdict.script_hash == hashlib.sha256(script.read_bytes()).hexdigest()
-    written = (tmp_path / referee.FILE_NAME).read_text().splitlines()
+    written = (root / referee.FILE_NAME).read_text().splitlines()
     assert set(written[-len(referee.RULES) :]) < set(capsys.readouterr().out.splitlines())
 
 
-def test_another_file_of_that_name_stays(corpus, tmp_path, monkeypatch):
-    shutil.copytree(corpus, tmp_path / "data/local")
-    monkeypatch.setattr(referee, "ROOT", tmp_path)
-    (tmp_path / "log.txt").touch()
-    (tmp_path / referee.FILE_NAME).write_text("notes")
+def test_another_file_of_that_name_stays(root):
+    (root / "log.txt").touch()
+    (root / referee.FILE_NAME).write_text("notes")
     with pytest.raises(SystemExit, match="another kind of file is there"):
-        referee.main([str(SCRIPT), "--log", str(tmp_path / "log.txt")])
-    assert (tmp_path / referee.FILE_NAME).read_text() == "notes"
+        referee.main([str(SCRIPT), "--log", str(root / "log.txt")])
+    assert (root / referee.FILE_NAME).read_text() == "notes"
 
 
 @pytest.mark.slow
-def test_broken_rule_is_the_exit_status(corpus, tmp_path, monkeypatch):
-    shutil.copytree(corpus, tmp_path / "data/local")
-    monkeypatch.setattr(referee, "ROOT", tmp_path)
+def test_broken_rule_is_the_exit_status(root, monkeypatch):
     monkeypatch.setattr(rules, "CHECKS", {rule: lambda case: "broken: a" for rule in referee.RULES})
     with pytest.raises(SystemExit) as stop:
-        referee.main([str(edited(tmp_path))])
+        referee.main([str(edited(root))])
     assert stop.value.code == 1
-    assert not referee.read_verdict(tmp_path / "records/cpu/attempts" / referee.FILE_NAME).passed
+    assert not referee.read_verdict(root / "records/cpu/attempts" / referee.FILE_NAME).passed
 
 
 @pytest.mark.parametrize(
@@ -423,9 +400,7 @@ def test_broken_rule_is_the_exit_status(corpus, tmp_path, monkeypatch):
         ([str(SCRIPT), "--preset", "words"], "data/words is not there; ./run.sh --preset words makes it"),
     ],
 )
-def test_what_is_not_there_is_one_line(arguments, message, corpus, tmp_path, monkeypatch):
-    shutil.copytree(corpus, tmp_path / "data/local")
-    monkeypatch.setattr(referee, "ROOT", tmp_path)
+def test_what_is_not_there_is_one_line(arguments, message, root):
     with pytest.raises(SystemExit) as stop:
         referee.main(arguments)
     assert message in stop.value.code and "\n" not in stop.value.code

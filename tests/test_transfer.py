@@ -1,6 +1,5 @@
-"""Tests bench/transfer.py: effects, which signs count, and that every variant is another run."""
+"""Tests bench/transfer.py: an effect by hand, and the page, which says which signs count."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,53 +7,31 @@ import pytest
 import scipy.stats
 
 import transfer
-from transfer import Effect, Technique
 
-HELPS, HARMS, UNSURE = Effect(5, 1, 5), Effect(-5, 1, 5), Effect(5, 3, 5)
-
-
-def technique(published: float | str, group: transfer.Group = "optimizer") -> Technique:
-    return Technique(f"{published} {group}", group, published, "PR 0")
+RUNS = """\
+{"run": ["", "cpu", "", 1], "label": "as it is", "loss": 2.0}
+{"run": ["", "cpu", "", 2], "label": "as it is", "loss": 3.0}
+{"run": ["", "cpu", "", 3], "label": "as it is", "loss": 9.0}
+{"run": ["", "cpu", "bf16_mlp=false", 2], "label": "as it is", "loss": 9.0}
+{"run": ["", "cpu", "", 2], "label": "a=1", "loss": 3.9}
+{"run": ["", "cpu", "", 1], "label": "a=1", "loss": 2.1}
+{"run": ["", "cpu", "bf16_mlp=false", 2], "label": "a=1", "loss": 9.3}
+{"run": ["", "cpu", "bf16_mlp=false", 3], "label": "a=1", "loss": 1.0}
+"""
 
 
 def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
-    """Pairs have equal seeds and equal dtypes of the MLPs, one a seed; it is in thousandths of a nat."""
-    monkeypatch.setattr(transfer, "runs_of", lambda track: tmp_path / "runs.jsonl")
-    runs = [
-        ("as it is", "", 1, 2.0),
-        ("as it is", "", 2, 3.0),
-        ("as it is", "", 3, 9.0),
-        ("as it is", transfer.FP32, 2, 9.0),
-        ("a=1", "", 2, 3.9),  # counts for nothing: the seed has a pair in fp32
-        ("a=1", "", 1, 2.1),
-        ("a=1", transfer.FP32, 2, 9.3),
-        ("a=1", transfer.FP32, 3, 1.0),
-    ]
-    lines = [
-        json.dumps({"run": ["", "cpu", settings, seed], "label": label, "loss": loss})
-        for label, settings, seed, loss in runs
-    ]
-    (tmp_path / "runs.jsonl").write_text("\n".join(lines))
+    """Pairs have equal seeds and equal dtypes of the MLPs, one a seed; it is in thousandths of a nat.
+
+    So 3.9 counts for nothing: its seed has a pair in fp32.
+    """
+    path = tmp_path / "runs.jsonl"
+    path.write_text(RUNS)
+    monkeypatch.setattr(transfer, "runs_of", lambda track: path)
     losses = transfer.read_losses("cpu")
     assert transfer.effect(("a=1", ""), losses) == pytest.approx((200, 100, 2))
     assert transfer.effect(("", "a=1"), losses) == pytest.approx((-200, 100, 2))
     assert transfer.effect(("b=1", ""), losses) is transfer.effect(None, losses) is None
-
-
-def test_signs_count_where_both_sides_are_resolved():
-    found = {
-        technique(3.0): HELPS,
-        technique(-3.0): HELPS,
-        technique(-4.0): HARMS,
-        technique("10 steps"): HARMS,
-        technique("20 steps"): UNSURE,
-        technique(1.9): HELPS,
-        technique("30 steps", "vocabulary"): HELPS._replace(pairs=4),
-    }
-    assert transfer.agreement(found) == (2, 4)
-    lines = transfer.summary("cpu", found)
-    assert lines[0] == "cpu: 2 of 4 signs agree, p 1"
-    assert lines[-4] == "optimizer: 2 of 4 signs agree, of 6 techniques"
 
 
 def test_the_page_has_the_tables():
