@@ -1791,7 +1791,7 @@ class GPT(nn.Module):
             q, k = qk.unbind(1)
             q = q.reshape(2 * T, heads // 2, -1)  # (2T, H/2, Dq)
             k = k.reshape(2 * T, heads // 2, -1)
-            values = v.reshape(2 * T, heads // 2, -1)
+            values = v.unflatten(1, (2, -1)).flatten(0, 1)  # compiled code would copy reshape's
         else:
             q, k = rotate(qk, cos[:T, None, None], sin[:T, None, None]).unbind(1)  # (T, H, Dq) each
         if layer.key_shift:
@@ -1815,8 +1815,10 @@ class GPT(nn.Module):
         qk = Linear.apply(h, w.qk, w.qk.w)
         v = Linear.apply(h, w.v, w.v.w)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
-        qk = norm((w.scalars.qkv * qk).to(qk.dtype).view(T, 2, heads, qk_dim))
-        v = (w.scalars.qkv * v).to(v.dtype).view(T, heads, v_dim)
+        # With as many scales as norms, compiled code has one kernel for the backward of both.
+        scale = w.scalars.qkv[..., None, None].expand(T, 2, heads, 1)
+        qk = norm(mix([(scale, qk.view(T, 2, heads, qk_dim))]))
+        v = mix([(w.scalars.qkv, v)]).view(T, heads, v_dim)
         if w.value_embed is not None:
             # Value embeddings: another embedding of the token, added to the values, which the early layers'
             # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
@@ -2093,9 +2095,9 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
     own content anyway.
     """
-    y32, v32 = upcast(y), upcast(v)
-    along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-8)
-    return (y32 - xsa.tanh()[:, :, None] * along * v32).to(y.dtype)
+    square = upcast(v.square()).sum(-1, keepdim=True)
+    along = upcast(y * v).sum(-1, keepdim=True) / square.clamp_min(1e-8)
+    return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
 
 
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
@@ -2111,7 +2113,8 @@ def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
     for scale, stream in zip(scales, streams):
         terms.append((scale, stream.unflatten(1, (groups, -1))))
-    return norm(mix(terms).flatten(1))
+    # Norm's backward reads its result, which is kept. Compiled, rms_norm's would mix all streams again.
+    return Norm.apply(mix(terms).flatten(1))
 
 
 @compiled
@@ -2280,15 +2283,16 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        length = torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True)
         scale = length.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_()
-        ctx.save_for_backward(y := x * scale, scale)
+        ctx.save_for_backward(y := (x * scale).to(x.dtype), scale)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         y, scale = ctx.saved_tensors
-        return torch.addcmul(dy, y, (dy * y).mean(-1, keepdim=True), value=-1).mul_(scale)
+        along = upcast(dy * y).mean(-1, keepdim=True)
+        return torch.addcmul(dy, y, along, value=-1).mul_(scale).to(y.dtype)
 
 
 def mix(terms: Sequence[Term]) -> Tensor:
@@ -2298,21 +2302,21 @@ def mix(terms: Sequence[Term]) -> Tensor:
     (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
     n-grams, each layer can lean on the input again (record 9).
     """
-    if not is_eager_fp32(terms[0][1]):  # Mix is the same by hand: edit both
-        scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
+    if not is_eager_fp32(terms[0][1]):
+        # Term by term, but with Mix's backward: autograd's would store dy once more, in the scale's dtype.
+        scaled = [x if scale is None else Mix.apply(scale, x) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
     return Mix.apply(*chain(*terms))
 
 
 class Mix(torch.autograd.Function):
-    """Computes mix() in fewer passes over memory, if it is not compiled. Takes scale, stream, scale, ..."""
+    """Computes mix() in fewer passes over memory than autograd's backward. Takes scale, stream, scale, ..."""
 
     @staticmethod
-    def forward(ctx, *tensors):
-        ctx.save_for_backward(*tensors)
-        scale, x = tensors[:2]
-        out = x.clone() if scale is None else scale * x
-        for scale, x in zip(tensors[2::2], tensors[3::2]):
+    def forward(ctx, scale, x, *more):
+        ctx.save_for_backward(scale, x, *more)
+        out = x.clone() if scale is None else (scale * x).to(x.dtype)
+        for scale, x in zip(more[::2], more[1::2]):
             if scale is None:
                 out.add_(x)
             else:
@@ -2326,7 +2330,7 @@ class Mix(torch.autograd.Function):
             if scale is None:
                 grads += [None, dy]
             else:
-                grads += [(dy * x).sum_to_size(scale.shape), dy * scale]
+                grads += [(dy.to(scale.dtype) * x).sum_to_size(scale.shape), (dy * scale).to(x.dtype)]
         return tuple(grads)
 
 
