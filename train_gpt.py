@@ -921,6 +921,13 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x in this dtype, for autograd Functions in compiled code. There to() would also copy the graph's
+    node of an x that has the dtype, and torch 2.11 then loses gradients (pytorch/pytorch issue 180642).
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def num_microbatches(cfg: Config, world_size: int) -> int:
     return max(cfg.microbatches, world_size)
 
@@ -2284,8 +2291,9 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         length = torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True)
-        scale = length.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_()
-        ctx.save_for_backward(y := (x * scale).to(x.dtype), scale)
+        scale = (length.square() / x.size(-1) + NORM_EPS).rsqrt()
+        y = cast(x * scale, x.dtype)
+        ctx.save_for_backward(y, scale)
         return y
 
     @staticmethod
@@ -2315,7 +2323,7 @@ class Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scale, x, *more):
         ctx.save_for_backward(scale, x, *more)
-        out = x.clone() if scale is None else (scale * x).to(x.dtype)
+        out = x.clone() if scale is None else cast(scale * x, x.dtype)
         for scale, x in zip(more[::2], more[1::2]):
             if scale is None:
                 out.add_(x)
