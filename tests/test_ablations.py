@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,6 +220,34 @@ def test_tiny_keeps_no_losses(trained, capsys):
     assert not Path("ablations.jsonl").exists()
 
 
+class Timed:
+    """Stands in for bench/step_time.py, whose steps all take 1 ms."""
+
+    tg = tg
+    Variant = staticmethod(lambda name, cfg, device: cfg)
+
+    def Training(cfg, stage, world_size, paths, steps):
+        training = SimpleNamespace(cfg=cfg, loader=SimpleNamespace(close=lambda: None))
+        training.warm_up = training.step = lambda *count: None
+        training.pairs = lambda: np.ones(worth.PAIRS)
+        return training
+
+
+@pytest.mark.parametrize("counts, ratio", (((2,), 0.2), ((2, 3, 5, 0, 10), 2.0)))
+def test_variants_may_have_other_stages(tmp_path, monkeypatch, counts, ratio):
+    """The baseline has 10 steps in four stages."""
+    monkeypatch.setattr(worth, "timer_of", lambda script: Timed)
+    make_corpus(tmp_path / "corpus")
+    stage = replace(tg.CPU.stages[0], steps=0)
+    base = replace(tg.CPU, data=str(tmp_path / "corpus"))
+    for name, numbers in (("base", (1, 2, 3, 4)), ("variant", counts)):
+        stages = tuple(replace(stage, steps=steps) for steps in numbers)
+        monkeypatch.setitem(tg.PRESETS, name, replace(base, stages=stages))
+    sides = worth.Side(tmp_path, ["base"]), worth.Side(tmp_path, ["variant"])
+    monkeypatch.setattr(tg, "override", lambda cfg, name: tg.PRESETS[name])
+    assert worth.time_ratios("cpu", *sides) == pytest.approx(ratio)
+
+
 # It writes its id to a FIFO, and keeps that open for as long as it lives.
 ENDLESS = """
 import os, sys, time
@@ -269,10 +299,11 @@ def test_an_end_ends_the_runs(tmp_path, how):
 
 @pytest.mark.slow
 def test_real_runs_and_one_that_fails(tmp_path, monkeypatch, capsys):
-    """With the script itself and with a setting. Times are printed for both."""
+    """With the script itself and with a setting. Times are printed for both, of more steps than a run has."""
     monkeypatch.chdir(tmp_path)
     make_corpus(tmp_path / "corpus")
     options = ["--script", tg.__file__, "--seeds", "1", "--set", "warmup=false", "data=corpus", *TINY]
+    options += ["ngrams.orders=2", "ngrams.rows_per_order=64", "ngrams.width=16"]
     ablations.main([f"copy: {tg.__file__}", "adam_lr=0.1", *options])
     out = Path("ablations.jsonl")
     entry = json.loads(out.read_text().splitlines()[0])
