@@ -1,18 +1,14 @@
 """Tests bench/ngram.py --model: counts, the mixture and its fit, and what is printed of a saved model."""
 
-import functools
 import re
-import sys
 
 import numpy as np
 import pytest
 
-import train_gpt as tg
-from launch import make_corpus, settings
-from test_config import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
 import ngram
+import train_gpt as tg
+from launch import make_corpus
+from test_ngram_runs import make_config, validation_loss
 
 BOS = 256
 
@@ -20,12 +16,8 @@ BOS = 256
 @pytest.fixture(scope="module")
 def texts():
     """Returns a training text and another with parts of it, of documents of three symbols."""
-    rng = np.random.default_rng(0)
-    train = np.where(rng.random(600) < 0.02, BOS, rng.choice([0, 1, 255], 600))
-    text = [BOS]
-    for at in rng.integers(500, size=4):
-        text += train[at : at + 70].tolist()
-    return train.astype(np.uint16), np.array(text, np.uint16)
+    train = np.random.default_rng(0).choice([0, 1, 255, BOS], 600, p=[0.4, 0.4, 0.18, 0.02]).astype(np.uint16)
+    return train, np.concatenate([np.uint16([BOS]), train[400:500], train[100:200], train[150:230]])
 
 
 def test_counts_equal_brute_force(texts):
@@ -69,19 +61,17 @@ def test_the_fit_lowers_the_loss(texts):
 
 def test_losses_of_a_saved_model(tmp_path, capsys):
     make_corpus(tmp_path / "corpus", train=(6000, 30000))
-    make_corpus(tmp_path / "small", train=(6000, 6000))
-    cfg = functools.reduce(tg.override, settings()[1:], tg.CPU)
+    make_corpus(tmp_path / "small", train=(6000, 1500))
+    cfg = make_config(tmp_path / "corpus")
     model = tg.GPT(cfg)
+    model.use_rotary(len(cfg.stages) - 1)
     path = f"{tmp_path}/m.pt"
     tg.save_model(path, model, "run", tg.Exchange(0, 1))
-    ngram.main(["--model", path, "--data", f"{tmp_path}/corpus"])
+    ngram.main(["--model", path, "--data", cfg.data])
     rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
     losses = [float(loss) for loss, _ in rows]
-    val = tg.ValLoader(cfg, tg.find_shards(f"{tmp_path}/corpus", "val"))
-    model.use_rotary(len(cfg.stages) - 1)
-    expected = tg.validate(model, val, tg.Exchange(0, 1), tg.window_tokens(cfg, cfg.val_windows))
-    assert losses[0] == pytest.approx(expected, abs=6e-5)
-    assert max(losses[1:]) < expected - 1  # the model has learned nothing
+    assert losses[0] == pytest.approx(validation_loss(model, cfg.data), abs=6e-5)
+    assert max(losses[1:]) < losses[0] - 1  # the model has learned nothing
     trained = sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
     assert rows[1][1] == rows[2][1] == f"{trained:,}"
     assert "35,200" < rows[3][1] < "35,500"  # of 36,000
