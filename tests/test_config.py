@@ -27,11 +27,8 @@ ROOT = Path(tg.__file__).resolve().parent
 LM_HEAD = [row.name for row in tg.RECORD.params].index("lm_head")
 OVERRIDES = {  # a setting of the record preset, and what it changes
     "adam_lr=0.01": {"['adam_lr']": 0.01},
-    "microbatches=16": {"['microbatches']": 16},
-    "warmup=false": {"['warmup']": False},
     "data=some where/x=y": {"['data']": "some where/x=y"},
     "ngrams.orders=": {"['ngrams']['orders'][0]": None, "['ngrams']['orders'][1]": None},
-    "ngrams.update_every=1,1": {"['ngrams']['update_every'][0]": 1, "['ngrams']['update_every'][1]": 1},
     "val_windows.long=4": {"['val_windows']['long']": 4},
     "stages.3.mtp=2,0.5": {f"['stages'][3]['mtp'][{i}]": x for i, x in enumerate((2.0, 0.5))},
     "stages.*.windows.long=9": {
@@ -39,7 +36,6 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     },
     "params.lm_head.wd_mul=3": {f"['params'][{LM_HEAD}]['wd_mul']": 3.0},
     "layers.1.value=false": {"['layers'][1]['value']": False},
-    "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
     "layers.1.attention=": {"['layers'][1]['attention']": ""},
 }
 
@@ -138,7 +134,9 @@ def test_param_shapes(world_size):
         cfg = tg.override(BIGRAMS, setting)
         left = {name: shape for name, shape in shapes.items() if name not in absent}
         assert tg.param_shapes(cfg, world_size) == left
-        assert {row.name for row in tg.used_params(cfg)} == left.keys()
+        assert [row.name for row in tg.used_params(cfg)] == [
+            row.name for row in tg.PARAMS if row.name in left
+        ]
 
 
 @pytest.mark.pinned("a parameter's initial value")
@@ -147,13 +145,10 @@ def test_initial_values():
     cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
     one = tg.GPT(cfg, 1, seed=5).requires_grad_(False)
     eight = tg.GPT(cfg, 8, seed=5).requires_grad_(False)
-    again = tg.GPT(cfg, 1, seed=5).requires_grad_(False)
     other = tg.GPT(cfg, 1, seed=6).requires_grad_(False)
     for name, p in eight.named_parameters():
         unpadded = getattr(one, name)
         assert p[: len(unpadded)].equal(unpadded) and not p[len(unpadded) :].any(), name
-    assert (len(eight.qk_bank), len(eight.narrow_qk_bank)) == (8, 24)
-    assert (len(eight.vo_bank), len(eight.mlp_bank)) == (16, 24)
     unit = cfg.dim**-0.5
     bank_bound = math.sqrt(3) * 0.5 * unit
     for p, bound in (
@@ -188,7 +183,7 @@ def test_initial_values():
         assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
     assert one.signs.abs().eq(1).all() and abs(one.signs.mean()) < 0.01
     assert one.signs.equal(eight.signs) and (one.prefixes == -1).all()
-    assert again.qk_bank.equal(one.qk_bank) and not other.qk_bank.equal(one.qk_bank)
+    assert not other.qk_bank.equal(one.qk_bank)
 
 
 def test_initial_values_do_not_depend_on_other_parameters():

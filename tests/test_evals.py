@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,13 +130,16 @@ def test_a_model_may_take_the_place_of_another(run):
 
 @pytest.mark.parametrize("preset", ["record", "cpu", "words"])
 def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
-    """Reads what commit 1cdcaab saved. Shapes and initial values, code in text there, are not read.
+    """Reads what commit 1cdcaab saved. Shapes and initial values, code in text there, are never run.
 
     A name that is not read raises an error, so these are the names that could be taken for each other.
     """
     golden = json.loads((GOLDEN / "saved_configs.json").read_text())[preset]
     old = golden["config"]
+    for row in old["params"]:
+        row["shape"] = row["init"] = "__import__('os').mkdir('run_by_a_model')"
     cfg = read_config(json.dumps(old))
+    assert not Path("run_by_a_model").exists()
     assert (cfg.late_updates_from, cfg.two_momenta_from) == (old["second_cadence_from"], old["rails_step"])
     for layer, before in zip(cfg.layers, old["layers"], strict=True):
         assert (layer.ngram, layer.mudd) == (before["bigram"], before["connections"])
@@ -160,17 +162,6 @@ def test_settings_that_earlier_models_lack_are_added(monkeypatch):
     assert (cfg.pointer_dim, cfg.softcap, cfg.cuda_graphs) == (0, tg.Softcap(23.0, 5.0, 7.5), False)
 
 
-def test_text_of_a_saved_model_is_never_run(run):
-    """A shape or an initial value may be any text: it is not looked at."""
-    save("code.pt", random_model(run))
-    saved = torch.load("code.pt")
-    code = dict.fromkeys(("shape", "init"), "__import__('os').mkdir('run_by_a_model')")
-    rows = [row | code for row in json.loads(saved["config"])["params"]]
-    torch.save(change(saved, params=rows), "code.pt")
-    load_model("code.pt")
-    assert not Path("run_by_a_model").exists()
-
-
 @pytest.fixture
 def copied(run, tmp_path):
     """Returns the path of a copy of the run's model."""
@@ -184,8 +175,6 @@ def test_a_damaged_table_is_one_line(copied, at):
     """Wherever it is. A table of an earlier script has no CRC-32 after the run's id."""
     table = Path(f"{copied}.ngrams1")
     content = table.read_bytes()
-    run_id = torch.load(copied)["id"].encode()
-    assert content[-20:] == run_id + b"%08x" % zlib.crc32(content[:-20], 1)  # 1: the rank
     damaged = bytearray(content)
     damaged[at] ^= 1
     table.write_bytes(damaged)
@@ -414,10 +403,8 @@ def losses_of(capsys, command):
 def test_a_shards_loss_is_the_runs(run, capsys):
     """Losses of parts, also of slices that the run never read, average to those of the whole."""
     command = "m.pt corpus/tiny_val_000000.bin"
-    nats, _, _, _, tokens, size, _ = losses_of(capsys, command)
+    nats = losses_of(capsys, command)[0]
     assert nats == pytest.approx(float(closing_block(one_log(run))["val_loss"]), abs=6e-5)
-    stream = tt.read_tokens(run / "corpus/tiny_val_000000.bin")[1:769]
-    assert (tokens, size) == (768, (stream < 256).sum())
     each = [losses_of(capsys, f"{command} --slices {i}:{i + 1}")[0] for i in range(5)]
     last = losses_of(capsys, f"{command} --slices 2:5")[0]
     assert (nats, last) == pytest.approx((np.mean(each[:3]), np.mean(each[2:])), abs=1e-4)

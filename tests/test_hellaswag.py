@@ -144,7 +144,7 @@ def test_damaged_and_missing_items_are_named(tmp_path):
             hellaswag.read_items(path, 1)
     path.write_bytes(GOOD)
     for limit, wanted in (None, 10042), (4, 4):
-        with pytest.raises(tg.UserError, match=f"^{path} has 1 items, not {wanted};"):
+        with pytest.raises(tg.UserError, match=f"has 1 items, not {wanted};"):
             hellaswag.read_items(path, limit)
 
 
