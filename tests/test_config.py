@@ -44,10 +44,7 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
 def test_override(setting):
     before = flatten(dataclasses.asdict(tg.RECORD))
     new = flatten(dataclasses.asdict(tg.override(tg.RECORD, setting)))
-    changed = {}
-    for name in before | new:
-        if before.get(name) != new.get(name):
-            changed[name] = new.get(name)
+    changed = {name: new.get(name) for name in before | new if before.get(name) != new.get(name)}
     assert repr(changed) == repr(OVERRIDES[setting])
 
 
@@ -167,7 +164,7 @@ def test_initial_values():
         assert not p.any()
     root = math.sqrt(1.1)
     for p, values in (
-        (one.mudd_b2[0] * 0.1, [0, 0, 0, 0, 0, 0, 2, 2, root, 1, 0, 0.05, root, 1]),
+        (one.mudd_b2[0] * 0.1, [0] * 6 + [2, 2, root, 1, 0, 0.05, root, 1]),
         (one.mudd_b2[1] * 0.1, [0, -0.5] + [0] * 12),
         (one.mudd_gate_scale, [0.1]),
         (one.scalars, [0.5, 1.0] * 11 + [0.0, -1.5]),

@@ -187,22 +187,19 @@ def test_a_damaged_table_is_one_line(copied, at):
         load_model(copied)
 
 
-@pytest.mark.parametrize("name, value", (("embed", math.nan), ("scalars", math.inf)))
-def test_a_model_that_diverged_is_one_line(copied, name, value):
-    saved = torch.load(copied)
-    saved["weights"][name].view(-1)[-1] = value
-    torch.save(saved, copied)
-    with pytest.raises(tg.UserError, match=f"m.pt: {name} is not finite"):
-        load_model(copied)
-
-
 def make_small(saved):
     """Shows one number as each of the tensors, all of the right shapes."""
     weights = {name: torch.zeros(1).expand(t.shape) for name, t in saved["weights"].items()}
     return saved | {"weights": weights}
 
 
+def diverge(saved):
+    saved["weights"]["scalars"][-1] = math.inf
+    return saved
+
+
 HOSTILE = {
+    "scalars is not finite": diverge,
     "larger than the file": make_small,
     "sequences of 2147483646 tokens": lambda saved: change(saved, val_slice_tokens=2147483646),
     "do not have the shapes": lambda saved: change(saved, heads=1 << 20),
@@ -218,7 +215,7 @@ HOSTILE = {
 @pytest.mark.parametrize("reason", HOSTILE)
 def test_what_a_file_holds_is_checked_before_memory_is_taken(copied, reason):
     torch.save(HOSTILE[reason](torch.load(copied)), copied)
-    with pytest.raises(tg.UserError, match=f"^cannot load {copied}: [^\n]*{reason}[^\n]*$"):
+    with pytest.raises(tg.UserError, match=f"^(cannot load )?{copied}: [^\n]*{reason}[^\n]*$"):
         load_model(copied)
 
 

@@ -124,7 +124,7 @@ def read_steps(text):
 
 @pytest.mark.slow
 @RUNS
-def test_log(which, world_size, seed, name, folder, request):
+def test_log_and_screen(which, world_size, seed, name, folder, request):
     done = request.getfixturevalue(which)
     found = re.fullmatch(LOG, done.text)
     # No absolute path, not even of a run with absolute paths in its options.
@@ -157,25 +157,14 @@ def test_log(which, world_size, seed, name, folder, request):
     shard = tg.read_header(folder / "corpus/tiny_val_000000.bin")
     assert float(found["val_loss_per_byte"]) == pytest.approx(loss * 1500 / shard.text_bytes, abs=2e-6)
 
-
-@pytest.mark.slow
-@RUNS
-def test_the_screen_has_the_results_and_names_the_log(which, world_size, seed, name, request):
-    """The log is an attempt, or the named run's, in no track: the task is changed."""
-    done = request.getfixturevalue(which)
-    assert not re.search("\r|\x1b|import argparse|target", done.out)  # no source; another text has no target
+    # The screen has no source, and no target: another text has none.
+    assert not re.search("\r|\x1b|import argparse|target", done.out)
     lines = done.out.splitlines()
     assert sum(bool(STEP.fullmatch(line)) for line in lines) == 4
-    results = re.findall("^(?:val_loss|train_time_ms).*", done.text, re.MULTILINE)
-    assert set(results) < set(lines)
-    group = f"{date.today()}_{name}" if name else "attempts"
+    assert set(re.findall("^(?:val_loss|train_time_ms).*", done.text, re.MULTILINE)) < set(lines)
+    group = f"{date.today()}_{name}" if name else "attempts"  # in no track: the task is changed
     assert lines[-1].startswith(f"log: records/other/{group}/seed{seed}_")
     assert lines[-1] in lines[:-1]
-
-
-@pytest.mark.slow
-def test_another_seed_gives_other_losses(single, double):
-    assert double.losses[0] != single.losses[0]
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)
@@ -214,8 +203,13 @@ def test_the_target_is_named_in_its_track_only(folder, target, option, said):
 
 
 @pytest.mark.slow
+def test_another_seed_gives_other_losses(single, double):
+    assert double.losses[0] != single.losses[0]
+
+
+@pytest.mark.slow
 def test_profile(folder):
-    """The trace beside the log has four numbered steps with their operations. The run is in no track.
+    """The trace beside the log has four numbered steps, and operations. The run is in no track.
 
     With val_every=0 only the final validation runs.
     """
@@ -226,14 +220,10 @@ def test_profile(folder):
         done = finished(folder, process.out)
     assert done.log.parent.parent.name == "other" and len(done.losses) == 2
     with gzip.open(done.log.with_name(f"{done.log.stem}.rank0.trace.json.gz"), "rt") as f:
-        trace = json.load(f)
-    complete = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [event for event in complete if event["name"].startswith("ProfilerStep#")]
-    assert sorted(step["name"] for step in steps) == [f"ProfilerStep#{number}" for number in range(2, 6)]
-    for step in steps:
-        end = step["ts"] + step["dur"]
-        within = {event["name"] for event in complete if step["ts"] <= event["ts"] < end}
-        assert {"aten::mm", "MLP", "MLPBackward"} <= within
+        names = {event["name"] for event in json.load(f)["traceEvents"] if event.get("ph") == "X"}
+    assert {"aten::mm", "MLP", "MLPBackward"} < names
+    steps = {f"ProfilerStep#{number}" for number in range(2, 6)}
+    assert {name for name in names if name.startswith("ProfilerStep#")} == steps
 
 
 @pytest.mark.parametrize("module", ("json", "torch"))
@@ -292,11 +282,7 @@ def test_any_seed_and_any_screen(folder, tmp_path):
 def test_workers_end_with_torchrun(folder):
     command = TORCHRUN + [tg.__file__, "--preset", "cpu", "--data", "corpus"] + settings("length=99")
     process = start(folder, *command)
-    for line in process.stdout:
-        if line.startswith("step:3/"):  # both ranks train
-            break
-    else:
-        pytest.fail("it did not train")
+    assert any(line.startswith("step:3/") for line in process.stdout), "it did not train"
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.communicate()
