@@ -5,16 +5,13 @@ host serves the bytes, all of them or from a Range on. Faults are chosen per fil
 """
 
 import hashlib
-import re
 import socket
 import struct
-import sys
 import threading
-from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class Hub:
+class Hub(ThreadingHTTPServer):
     """Serves `files`, {name: bytes}, of FineWeb's dataset, in a with block.
 
     heads: names of the files whose size and checksum were requested. requests: requests for bytes, as (name,
@@ -24,37 +21,31 @@ class Hub:
     root = "/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
     def __init__(self, files):
+        super().__init__(("127.0.0.1", 0), Handler)
         self.files = files
         self.heads = []
         self.requests = []
-        # name: [(size, how)], one per response: it stops after `size` bytes. hold: it is silent until
-        # `release` is set, and is then closed; reset: likewise, and is then reset.
-        self.breaks = defaultdict(list)
+        # name: bytes of the next response, which is then silent until `release` is set, and is then reset.
+        self.breaks = {}
         self.release = threading.Event()
         self.etags = {}  # name: another checksum
         self.gather = None  # a Barrier that every request for bytes passes
 
+    def handle_error(self, request, address):
+        """Ignores the errors of clients that were killed."""
+
     def __enter__(self):
-        self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
-        self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *exc):
         self.release.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-class Server(ThreadingHTTPServer):
-    def handle_error(self, request, address):
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a killed client
-            super().handle_error(request, address)
+        self.shutdown()
+        self.server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    hub: Hub
 
     def log_message(self, *args):
         pass
@@ -67,48 +58,50 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self):
         name = self.path.rpartition("/")[2]
-        self.hub.heads.append(name)
+        self.server.heads.append(name)
         self.redirect(name)
 
     def do_GET(self):
+        hub = self.server
         name = self.path.rpartition("/")[2]
         if self.path != f"/bytes/{name}":
             return self.redirect(name)
-        body = self.hub.files[name]
+        body = hub.files[name]
         asked = self.headers["Range"]
-        self.hub.requests.append((name, asked))
-        if self.hub.gather:
-            self.hub.gather.wait()
-        size = len(body)
-        how = None
-        if self.hub.breaks[name]:
-            size, how = self.hub.breaks[name].pop(0)
+        hub.requests.append((name, asked))
+        if hub.gather:
+            hub.gather.wait()
+        status = 200
         begin = 0
+        headers = {}
         if asked:
-            begin = int(re.fullmatch(r"bytes=(\d+)-", asked)[1])
-            part = f"bytes {begin}-{len(body) - 1}/{len(body)}"
-            self.answer(206, {"Content-Length": len(body) - begin, "Content-Range": part})
-        else:
-            self.answer(200, {"Content-Length": len(body)})
-        self.wfile.write(body[begin : begin + size])
-        if how:
-            self.hub.release.wait()
-        if how == "reset":  # closing a socket that lingers for 0 s sends RST instead of FIN
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.rfile.close()
-            self.connection.close()
-        self.close_connection = how is not None
+            status = 206
+            begin = int(asked.removeprefix("bytes=").removesuffix("-"))
+            headers["Content-Range"] = f"bytes {begin}-{len(body) - 1}/{len(body)}"
+        headers["Content-Length"] = len(body) - begin
+        self.answer(status, headers)
+        if name not in hub.breaks:
+            self.wfile.write(body[begin:])
+            return
+        self.wfile.write(body[begin : begin + hub.breaks.pop(name)])
+        hub.release.wait()
+        # Closing a socket that lingers for 0 s sends RST instead of FIN.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.rfile.close()
+        self.connection.close()
+        self.close_connection = True
 
     def redirect(self, name):
-        if name not in self.hub.files or not self.path.startswith(self.hub.root):
-            return self.answer(404, {"X-Error-Code": "EntryNotFound", "Content-Length": 0})
-        body = self.hub.files[name]
-        etag = self.hub.etags.get(name, hashlib.sha256(body).hexdigest())
+        hub = self.server
+        if name not in hub.files or not self.path.startswith(hub.root):
+            return self.answer(404, {"Content-Length": 0})
+        body = hub.files[name]
+        etag = hub.etags.get(name, hashlib.sha256(body).hexdigest())
         headers = {
             "X-Repo-Commit": "0" * 40,
             "X-Linked-Etag": f'"{etag}"',
             "X-Linked-Size": len(body),
-            "Location": f"http://localhost:{self.hub.port}/bytes/{name}",
+            "Location": f"http://localhost:{hub.server_port}/bytes/{name}",
             "Content-Length": 0,
         }
         self.answer(302, headers)

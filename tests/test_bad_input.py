@@ -142,12 +142,6 @@ def long_documents(folder):
         words.tofile(folder / path)
 
 
-def die_late():
-    """Dies when the other ranks have joined, too."""
-    time.sleep(2)
-    die()
-
-
 def hang():
     time.sleep(1000)
 
@@ -246,25 +240,19 @@ WRONG = """--preset huge
 --set ngrams.orders=2 --set ngrams.width=4096""".splitlines()
 
 
+INTERRUPT = FaultAtCall("train_step", 5, interrupt)
+
+
 def disk_full_for(rank):
     fault = FaultAtCall("torch.save", 2, disk_full)
     name = f"a disk too full for rank {rank}'s checkpoint"
     return Case(name, TWO, ranks=2, faults={rank: fault}, steps=8, kept=("step00000004",))
 
 
-def interrupted(rank, of):
-    fault = FaultAtCall("train_step", 5, interrupt)
-    case = Case(f"Ctrl-C in rank {rank} of {of}", "", said=False, ranks=of, steps=4)
-    case.faults[rank] = fault
-    case.statuses[rank] = -signal.SIGINT
-    return case
-
-
-def killed(rank, when, fault, steps, arguments="", kept=()):
-    case = Case(f"rank {rank} killed {when}", arguments, said=False, ranks=2, steps=steps, kept=kept)
-    case.faults[rank] = fault
-    case.statuses[rank] = -signal.SIGKILL
-    return case
+def ended(number, rank, name, fault, arguments="", **options):
+    """Returns a case in which a signal, brought by a fault, ends a rank."""
+    options |= {"faults": {rank: fault}, "statuses": {rank: -number}}
+    return Case(name, arguments, said=False, **options)
 
 
 # fmt: off
@@ -294,7 +282,6 @@ CASES = [
     # what --save would replace
     Case("a folder in place of the n-gram rows", "--save model.pt", make_folder("model.pt.ngrams0")),
     Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
-    Case("a text in place of the model", "--save notes.md", write_text("notes.md", "mine")),
     Case("another program's zip file in place of the model", "--save photos.zip", make_zip),
     Case("a text whose name looks like a table", "--save my.ngrams.txt", write_text("my.ngrams.txt", "mine")),
     Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
@@ -334,22 +321,21 @@ CASES = [
     Case("one rank's part is truncated", RESUME, truncate(f"{FILES}/rank1.pt", 999),
          fixture="stopped_pair", ranks=2),
     # Ctrl-C
-    interrupted(0, of=0),
-    interrupted(1, of=2),
+    ended(signal.SIGINT, 0, "Ctrl-C in one process", INTERRUPT, ranks=0, steps=4),
+    ended(signal.SIGINT, 1, "Ctrl-C in rank 1 of 2", INTERRUPT, ranks=2, steps=4),
     # A rank hangs, which neither torchrun nor the backend ends: the other one times out.
     Case("a silent rank", "", said=False, ranks=2, steps=4,
          faults={0: SetGlobal("COLLECTIVE_TIMEOUT", timedelta(seconds=15)),
                  1: FaultAtCall("Exchange.gather", 34, hang)},
          statuses={0: 1, 1: -signal.SIGTERM}),
     # A finished step is on disk, whatever comes after it: no line waits in a buffer.
-    Case("a process dies when a step is logged", "", said=False, ranks=0, steps=4,
-         faults={0: FaultAtCall("tqdm.update", 4, die)}, statuses={0: -signal.SIGKILL}),
-    # a rank is killed: when, by which call; the log's finished steps; complete checkpoints
-    killed(1, "at the data", FaultAtCall("open_dataset", 1, die_late), steps=None),
-    killed(1, "before its thread sends row counts", FaultAtCall("Exchange.route_rows", 3, die), steps=1),
-    killed(1, "between scatter and gather", FaultAtCall("Exchange.gather", 18, die), steps=1),
-    killed(0, "while it writes a checkpoint", FaultAtCall("torch.save", 2, die), steps=8, arguments=TWO,
-           kept=("step00000004",)),
+    ended(signal.SIGKILL, 0, "a process dies when a step is logged", FaultAtCall("tqdm.update", 4, die),
+          ranks=0, steps=4),
+    # a rank is killed, by a call; the log's finished steps; complete checkpoints
+    ended(signal.SIGKILL, 1, "a rank killed before its thread sends row counts",
+          FaultAtCall("Exchange.route_rows", 3, die), ranks=2, steps=1),
+    ended(signal.SIGKILL, 0, "a rank killed while it writes a checkpoint", FaultAtCall("torch.save", 2, die),
+          ranks=2, steps=8, arguments=TWO, kept=("step00000004",)),
 ]
 # fmt: on
 for arguments in WRONG:
@@ -403,8 +389,6 @@ def run_case(case, folder, monkeypatch, capsys):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.delenv(name, raising=False)
         if case.world_size:
             monkeypatch.setenv("WORLD_SIZE", case.world_size)
         try:

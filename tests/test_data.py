@@ -1,16 +1,13 @@
 """Tests data/ and bench/ngram.py: texts survive the trip through shards, and nothing is half-written."""
 
-import gc
+import fcntl
 import gzip
 import hashlib
-import importlib.metadata
 import io
 import json
 import os
 import random
 import re
-import resource
-import shlex
 import subprocess
 import sys
 import threading
@@ -20,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+import torch
 
 import local_corpus
 import ngram
@@ -94,17 +92,14 @@ def contents(folder):
 
 @pytest.mark.parametrize("encoding", (BYTES, MERGING), ids=("bytes", "merging"))
 def test_round_trip_split_header_and_vocabulary(tmp_path, encoding, monkeypatch, capsys):
-    """Of files of each kind, two gzipped, two with byte order marks."""
-    texts = [f"text {i}: naïve 🙂 <|endoftext|>\r\n" * (i + 1) for i in range(6)]
-    a, b, c, d, e, f = texts
-    line_d = json.dumps({"text": d, "body": "x"})
-    line_e = json.dumps({"text": e, "body": "x"})
+    """Of files of each kind, two gzipped, two with byte order marks. The text of JSON is in a field."""
+    texts = [f"text {i}: naïve 🙂 <|endoftext|>\r\n" * (i + 1) for i in range(5)]
+    lines = [json.dumps({"text": "x", "body": text}) for text in texts[2:]]
     files = {
-        "a.txt": a.encode("utf-8-sig"),
-        "b.md": b.encode(),
-        "c.py.gz": gzip.compress(c.encode()),
-        "d.JSONL": f"{line_d}\n\n{line_e}".encode("utf-8-sig"),
-        "e.ndjson.GZ": gzip.compress(json.dumps({"text": f}).encode()),
+        "a.txt": texts[0].encode("utf-8-sig"),
+        "b.py.gz": gzip.compress(texts[1].encode()),
+        "c.JSONL": f"{lines[0]}\n\n{lines[1]}".encode("utf-8-sig"),
+        "d.ndjson.GZ": gzip.compress(lines[2].encode()),
         "empty.txt": b"",
     }
     for name, content in files.items():
@@ -112,39 +107,31 @@ def test_round_trip_split_header_and_vocabulary(tmp_path, encoding, monkeypatch,
     out = tmp_path / "out"
     bos = encoding.eot_token
     monkeypatch.setattr(tt, "get_encoding", lambda name: encoding)
-    tokenize(out, map(tmp_path.joinpath, files))
+    tokenize(out, map(tmp_path.joinpath, files), "--val-one-in 2 --field body")
     for name, split in (("out_train_000001.bin", "train"), ("out_val_000000.bin", "val")):
         documents = in_split(encode_all(texts), split)
         assert documents_in(out, split, encoding) == documents != []
         tokens = sum(len(encoding.encode_ordinary(text.decode())) + 1 for text in documents)
         words = np.frombuffer((out / name).read_bytes()[:1024], "<i4").tolist()
-        assert words[:6] == [20240520, 1, tokens, bos + 1, bos, sum(map(len, documents))]
-        assert words[6:] == [0] * 250
+        assert words == [20240520, 1, tokens, bos + 1, bos, sum(map(len, documents))] + [0] * 250
     assert re.search("^Left out: 0 bad .* 1 empty ones", capsys.readouterr().out, re.MULTILINE)
-    assert len(contents(out)) == 3
-    vocabulary = (out / "vocabulary.txt").read_text()
-    tokens = vocabulary.splitlines()
-    assert len(tokens) == vocabulary.count("\n") == bos + 1 and vocabulary.endswith("\n")
     known = {i: f"{i:02x}" for i in range(256)}
     if encoding is MERGING:
         known |= {256: "7465", 50_254: "7874", 50_255: "74657874"}
-    assert {i: token for i, token in enumerate(tokens) if token} == known
+    vocabulary = "".join(known.get(i, "") + "\n" for i in range(bos + 1))
+    assert (out / "vocabulary.txt").read_text() == vocabulary and len(contents(out)) == 3
 
 
 def test_shards_hold_whole_documents(tmp_path):
     texts = [b"x" * size for size in (10, 10, 50, 5, 5, 5, 23, 1)]
     documents = [tt.Document("a", 1, text, key=TRAIN) for text in texts]
     documents.append(tt.Document("a", 1, b"y", key=VAL))
-    written = tt.write_shards(tmp_path, "n", documents, "bytes", shard_tokens=24, val_one_in=2)
-    tokens = []
-    text_bytes = []
-    for i in range(1, 6):
-        header = tt.read_header(tmp_path / f"n_train_{i:06d}.bin")
-        tokens.append(header.tokens)
-        text_bytes.append(header.text_bytes)
-    assert tokens == [22, 51, 18, 24, 2]  # 51: a document longer than a shard
-    assert text_bytes == [20, 50, 15, 23, 1]
-    assert (written.train.tokens, written.train.text_bytes, written.val.tokens) == (117, 109, 2)
+    tt.write_shards(tmp_path, "n", documents, "bytes", shard_tokens=24, val_one_in=2)
+    sizes = []
+    for path in sorted(tmp_path.glob("n_train_*.bin")):
+        header = tt.read_header(path)
+        sizes.append((header.tokens, header.text_bytes))
+    assert sizes == [(22, 20), (51, 50), (18, 15), (24, 23), (2, 1)]  # 51: a document longer than a shard
     assert read_splits(tmp_path) == (texts, [b"y"])
 
 
@@ -159,36 +146,34 @@ def test_long_documents_are_cut_into_passages(tmp_path, capsys, monkeypatch):
     tokenize(tmp_path / "cut", [file])
     output = capsys.readouterr().out
     tokenize(tmp_path / "uncut", [file], options="--val-one-in 2 --passage-bytes 0")
-    found = set()
-    for split in ("val", "train"):
-        expected = in_split(encode_all(texts), split)
-        passages = documents_in(tmp_path / "cut", split)
-        assert b"".join(passages) == b"".join(expected) and len(expected) > 1
-        assert documents_in(tmp_path / "uncut", split) == expected
+    cut = read_splits(tmp_path / "cut")
+    uncut = read_splits(tmp_path / "uncut")
+    for split, passages, whole in zip(("train", "val"), cut, uncut):
+        assert whole == in_split(encode_all(texts), split) != []
+        assert b"".join(passages) == b"".join(whole)
         assert max(map(len, passages)) <= 512
-        assert f"{len(expected)} documents in {len(passages)} passages" in output
-        found.update(map(bytes.decode, passages))
-    assert {paragraphs[7], line * 5, word * 51, "🙂" * 128} <= found
+        assert f"{len(whole)} documents in {len(passages)} passages" in output
+    assert set(encode_all([paragraphs[7], line * 5, word * 51, "🙂" * 128])) <= set(cut[0] + cut[1])
 
 
 def test_few_documents_are_split_by_passages(tmp_path):
-    """Of each document the last passages are for validation, one in two."""
-    a = [f"a {i} {'x' * 490}\n\n" for i in range(5)]
-    b = [f"b {i} {'x' * 490}\n\n" for i in range(2)]
-    (tmp_path / "a").write_text("".join(a))
-    (tmp_path / "b").write_text("".join(b))
-    tokenize(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
+    """Of each document the last passages are for validation, one in two. A text may begin like JSON."""
+    a = [f"[1, 2] {i} {'x' * 490}\n\n" for i in range(5)]
+    b = [f'{{ "b", {i} {"x" * 490}\n\n' for i in range(2)]
+    files = tmp_path / "a.txt", tmp_path / "b"
+    files[0].write_text("".join(a))
+    files[1].write_text("".join(b))
+    tokenize(tmp_path / "out", files)
     train, val = read_splits(tmp_path / "out")
     assert train == encode_all(a[:2] + b[:1])
     assert val == encode_all(a[2:] + b[1:])
+    with pytest.raises(SystemExit, match="fell to training"):
+        tokenize(tmp_path / "val", files, "--val-one-in 1")
 
 
 def test_cut():
     parts = [b"a" * 450 + b"\n\n" + b"b" * 450 + b"\n \n\n", b"c" * 450 + b"\r\n\r\n", b"d" * 5000 + b"\n\n"]
     assert tt.cut(b"".join(parts), 1024) == parts  # no empty last part
-    assert tt.cut(b"".join(parts) + b"e\n", 1024) == parts + [b"e\n"]
-    assert tt.cut(b"x", 1024) == [b"x"] and tt.cut(b"aa\nb\nccc", 4, tt.LINE_END) == [b"aa\n", b"b\n", b"ccc"]
-    assert b"|".join(tt.cut_passages(b"aa bb ccccccc\ndd", 4)) == b"aa |bb |cccc|ccc\n|dd"
 
 
 def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
@@ -201,53 +186,49 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(tt, "get_encoding", lambda name: MERGING)
     monkeypatch.setattr(MERGING, "encode_batch", give_up)
-    text = tmp_path / "a.txt"
-    lines = tmp_path / "b.jsonl"
-    cut = tmp_path / "c.jsonl.gz"
-    spaces = tmp_path / "d.txt"
-    utf16 = tmp_path / "e.jsonl"
-    array = tmp_path / "f.JSON"
-    text.write_bytes(b"fine\nfine\n\xc3(\n")
-    lines.write_bytes(
-        b'{"text": null}\n{"text": \n{"other": 1}\n[1]\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
-        + b"[" * 100_000
-        + f'\n{{"text": "good"}}\n{{"text": "{TRAIN}"}}\n{{"text": "{VAL}"}}'.encode()
-    )
-    cut.write_bytes(gzip.compress(b'{"text": "first"}\n' + os.urandom(100_000).hex().encode())[:60_000])
-    spaces.write_text("   ")
-    utf16.write_text('{"text": "x"}\n' * 9, encoding="utf-16-le")
-    array.write_text('[\n{"text": "x"},\n{"text": "y"}\n]')
-    tokenize(tmp_path / "out", [text, lines, cut, spaces, utf16, array])
+    lines = b'{"text": null}\n{"text": \n{"other": 1}\n[1]\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
+    lines += b"[" * 100_000
+    lines += f'\n{{"text": "good"}}\n{{"text": "{TRAIN}"}}\n{{"text": "{VAL}"}}'.encode()
+    files = {
+        "a.txt": b"fine\nfine\n\xc3(\n",
+        "b.jsonl": lines,
+        "c.jsonl.gz": gzip.compress(b'{"text": "first"}\n' + os.urandom(100_000).hex().encode())[:60_000],
+        "d.txt": b"   ",
+        "e.jsonl": ('{"text": "x"}\n' * 9).encode("utf-16-le"),
+        "f.JSON": b'[\n{"text": "x"},\n{"text": "y"}\n]',
+        "g": b'{\n"data": [{"text": "x"}]\n}',
+        "h.json": b'["a", "b"]\n["c", "d"]\n',
+        "i.CSV": b"id,text\n1,x\n",
+        "j.tsv.gz": gzip.compress(b"id\ttext\n"),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    tokenize(tmp_path / "out", map(tmp_path.joinpath, files))
     train, val = read_splits(tmp_path / "out", MERGING)
     assert sorted(train + val) == sorted([b"good", b"first", TRAIN.encode(), VAL.encode()])
     printed = capsys.readouterr()
     places = ["a.txt:3"]
     places += [f"b.jsonl:{i}" for i in range(1, 8)]
-    places += ["c.jsonl.gz:2", "d.txt:1", "e.jsonl:1", "f.JSON:1"]
+    places += ["c.jsonl.gz:2", "d.txt:1", "e.jsonl:1", "f.JSON:1", "g:1"]
+    places += ["h.json:1", "h.json:2", "i.CSV:1", "j.tsv.gz:1"]
     named = re.findall(rf"^left out: {tmp_path}/(.*?): ", printed.err, re.MULTILINE)
-    assert sorted(named) == places and "12 bad documents" in printed.out
+    assert sorted(named) == places and "17 bad documents" in printed.out
 
 
-@pytest.mark.parametrize("texts, missing", (([VAL], "training"), ([TRAIN], "validation"), ([], "training")))
-def test_a_split_without_documents_is_an_error(tmp_path, texts, missing):
+@pytest.mark.parametrize(
+    "texts, problem",
+    [
+        ([VAL], "none of 1 documents fell to training"),
+        ([TRAIN], "none of 1 documents fell to validation"),
+        ([], "no document has text"),
+    ],
+)
+def test_a_split_without_documents_is_an_error(tmp_path, texts, problem):
     """Nothing is written, so OUT is free for another try."""
-    file = write_lines(tmp_path / "a.jsonl", [""] + texts)
-    problem = f"none of 1 documents fell to {missing}" if texts else "no document has text"
-    message = rf"^tokenize_text.py: {problem} \(0 bad and 1 empty ones left out\), .*$"
-    with pytest.raises(SystemExit, match=message):
+    file = write_lines(tmp_path / "a.jsonl", ["", *texts])
+    with pytest.raises(SystemExit, match=rf"^tokenize_text.py: {problem} \(0 bad and 1 empty ones"):
         tokenize(tmp_path / "out", [file])
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_the_field_of_a_jsonl_is_an_option(tmp_path):
-    file = tmp_path / "a.jsonl"
-    first = json.dumps({"text": "no", "body": VAL})
-    second = json.dumps({"text": "no", "body": TRAIN})
-    file.write_text(f"{first}\n{second}")
-    tokenize(tmp_path / "out", [file], options="--field body --val-one-in 2")
-    assert documents_in(tmp_path / "out", "val") == [VAL.encode()]
-    with pytest.raises(SystemExit, match="^.*text, body.*$"):
-        tokenize(tmp_path / "wrong", [file], options="--field bdy")
 
 
 def test_names_are_those_of_the_folder(tmp_path, monkeypatch):
@@ -258,86 +239,20 @@ def test_names_are_those_of_the_folder(tmp_path, monkeypatch):
     tokenize(f"{tmp_path}/.\u00e9_val_2/", [file])
     names = sorted(path.name for path in tmp_path.glob(".*/*.bin"))
     assert names == ["\u00e9_val_2_train_000001.bin", "\u00e9_val_2_val_000000.bin"]
-    with pytest.raises(SystemExit, match="^0$"):
-        ngram.main(["--help"])
     assert rb".\xe9_val_2: 2 training tokens" in screen.buffer.getvalue()
 
 
-def test_one_document_is_split_by_passages(tmp_path):
-    """Of any file's text, its last tenth of passages is for validation."""
-    long = tmp_path / "one.rst"
-    short = tmp_path / "short.c"
-    long.write_text("".join(f"line {i} of a text\n" for i in range(200)))
-    tokenize(tmp_path / "out", [long], options="--passage-bytes 100")
-    train, val = read_splits(tmp_path / "out")
-    assert b"".join(train + val) == long.read_bytes() and len(val) == len(train + val) // 10
-    short.write_text("int x;\n")
-    with pytest.raises(SystemExit):
-        tokenize(tmp_path / "short", [short])
-
-
-OBJECT = {"id": 1, "text": "x"}
-
-
-@pytest.mark.parametrize(
-    "name, compact", (("a.json", False), ("a.jsonlines", True), ("a.jsonl.txt", False), ("a", True))
-)
-def test_lines_of_json_are_documents_under_any_name(tmp_path, name, compact):
-    """Those that are no JSON are named, as in a .jsonl file."""
-    file = write_lines(tmp_path / name, [TRAIN, VAL])
-    if compact:
-        file.write_text("\ufeff" + file.read_text().replace(": ", ":"))
-    with open(file, "a") as more:
-        more.write("\n{broken")
-    tokenize(tmp_path / "out", [file])
-    assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
-
-
-def test_lines_of_arrays_are_bad_documents_under_any_name(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('["a", "b"]\n["c", "d"]\n')
-    with pytest.raises(SystemExit, match="2 bad"):
-        tokenize(tmp_path / "out", [tmp_path / "a.json"])
-    assert "a.json:2: no JSON object" in capsys.readouterr().err
-
-
-def test_lines_of_json_are_read_from_a_pipe(tmp_path):
+def test_lines_of_json_are_documents_under_any_name(tmp_path, capsys):
+    """Also in a pipe. Those that are no JSON are named, as in a .jsonl file."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    content = write_lines(tmp_path / "a", [TRAIN, VAL]).read_bytes()
+    content = f'\ufeff{{"text":"{TRAIN}"}}\n{{"text":"{VAL}"}}\n{{broken'.encode()
     writer = threading.Thread(target=pipe.write_bytes, args=(content,))
     writer.start()
     tokenize(tmp_path / "out", [pipe])
     writer.join()
     assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
-
-
-@pytest.mark.parametrize(
-    "name, content, reason",
-    [
-        ("a.json", json.dumps(OBJECT), "one JSON value"),
-        ("a.txt", json.dumps([OBJECT]), "one JSON value"),
-        ("a", json.dumps({"data": [OBJECT]}, indent=1), "one JSON value"),
-        ("a.CSV", "id,text\n1,x\n", "a table"),
-        ("a.tsv.gz", "id\ttext\n", "a table"),
-    ],
-)
-def test_one_json_value_or_a_table_is_no_document(tmp_path, capsys, name, content, reason):
-    raw = content.encode()
-    if name.endswith(".gz"):
-        raw = gzip.compress(raw)
-    (tmp_path / name).write_bytes(raw)
-    good = write_lines(tmp_path / "good.jsonl", [TRAIN, VAL])
-    tokenize(tmp_path / "out", [tmp_path / name, good])
-    assert f"left out: {tmp_path / name}:1: {reason}" in capsys.readouterr().err
-    assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
-
-
-@pytest.mark.parametrize("text", ("[Music]\n", "{x\n}\n", '{ "a", 1 },\n', "[1, 2] and more\n"))
-def test_a_text_may_begin_with_a_bracket(tmp_path, text):
-    (tmp_path / "a.txt").write_text(text * 8)
-    tokenize(tmp_path / "out", [tmp_path / "a.txt"], options="--passage-bytes 16")
-    train, val = read_splits(tmp_path / "out")
-    assert b"".join(train + val) == text.encode() * 8
+    assert "pipe:3: not JSON" in capsys.readouterr().err
 
 
 # ---- what an output replaces -------------------------------------------------------------------------------
@@ -346,7 +261,7 @@ def test_a_text_may_begin_with_a_bracket(tmp_path, text):
 def make_shards(maker, tmp_path, out):
     """Calls one of the scripts that fill a folder with shards."""
     if maker == "shakespeare":
-        (tmp_path / "play.txt").write_text("To be, or not to be.")
+        (tmp_path / "play.txt").write_text(PLAY)
         shakespeare.main([str(tmp_path / "play.txt"), "--out", str(out)])
     elif maker == "corpus":
         local_corpus.main(["--out", str(out)])
@@ -356,6 +271,7 @@ def make_shards(maker, tmp_path, out):
         tokenize(out, [write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])])
 
 
+PLAY = "To be, or not to be."
 MAKERS = "shakespeare", "corpus", "synthetic", "tokenizer"
 
 
@@ -367,67 +283,34 @@ def small_library(tmp_path, monkeypatch):
     monkeypatch.setattr(local_corpus.sysconfig, "get_path", lambda name: str(tmp_path / "library"))
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("name", ("vocabulary.txt", "input.txt", "source.json"))
+@pytest.mark.parametrize(
+    "maker, name",
+    [(maker, "vocabulary.txt") for maker in MAKERS]
+    + [("shakespeare", "input.txt"), ("corpus", "source.json")],
+)
 def test_a_users_file_is_not_replaced(tmp_path, small_library, maker, name):
-    """Where a script would write one of this name, it writes nothing. Otherwise the file just stays."""
+    """A script writes nothing where one of its files has this name. A text may begin as its own."""
     out = tmp_path / "out"
     out.mkdir()
-    (out / name).write_text("a word of mine\n")
-    writes = {"input.txt": ["shakespeare"], "source.json": ["corpus"]}.get(name, MAKERS)
-    if maker in writes:
-        with pytest.raises(SystemExit, match=f"{name}: .*another (kind of file|text)"):
-            make_shards(maker, tmp_path, out)
-    else:
+    text = f"{PLAY} That is the question." if name == "input.txt" else "cafe\nbabe\n"
+    (out / name).write_text(text)
+    with pytest.raises(SystemExit, match=f"{name}: .*another (kind of file|text)"):
         make_shards(maker, tmp_path, out)
-    assert (out / name).read_text() == "a word of mine\n"
-    assert (maker in writes) == (len(contents(out)) == 1)
+    assert contents(out) == {name: text.encode()}
 
 
-def test_text_beside_shakespeare_is_not_replaced_unless_it_is_the_same(tmp_path):
-    """Also if it begins with the new text."""
-    (tmp_path / "play.txt").write_text("To be, or not to be.")
-    for more in ("", " That is the question."):
-        out = tmp_path / f"out{len(more)}"
-        out.mkdir()
-        before = (tmp_path / "play.txt").read_text() + more
-        (out / "input.txt").write_text(before)
-        if more:
-            with pytest.raises(SystemExit, match="^shakespeare.py: .*input.txt: another text is there"):
-                make_shards("shakespeare", tmp_path, out)
-        else:
-            make_shards("shakespeare", tmp_path, out)
-        assert (out / "input.txt").read_text() == before
-        assert (len(contents(out)) == 1) == bool(more)
-
-
-def test_a_users_list_of_hexadecimal_words_is_no_vocabulary(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "vocabulary.txt").write_text("cafe\nbabe\n")
-    with pytest.raises(SystemExit, match="vocabulary.txt: another kind of file"):
-        make_shards("tokenizer", tmp_path, out)
-    assert contents(out) == {"vocabulary.txt": b"cafe\nbabe\n"}
-
-
-@pytest.mark.parametrize("name", tt.OTHER_MAKERS)
-def test_the_names_of_other_scripts_shards_are_refused(tmp_path, name):
+def test_the_names_of_other_scripts_shards_are_refused(tmp_path, small_library):
     """By --name, or as the folder's: those scripts would replace the shards, or take them for their own."""
-    file = write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])
-    for out, options in (("mine", f"--name {name}"), (name, "")):
-        with pytest.raises(SystemExit, match=f"^tokenize_text.py: --name {name}: .* give another --name$"):
-            tokenize(tmp_path / out, [file], options)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-def test_the_makers_use_these_names(tmp_path, small_library):
-    """Of headers and of FineWeb, which need torch's files and a network, the names are in their scripts."""
-    names = set()
+    names = ["fineweb", "torch"]  # whose scripts need a network, and torch's headers
     for maker in MAKERS[:3]:
         make_shards(maker, tmp_path, tmp_path / maker)
-        for path in (tmp_path / maker).glob("*.bin"):
-            names.add(path.name.split("_")[0])
-    assert names | {"fineweb", "torch"} == set(tt.OTHER_MAKERS)
+        names += {path.name.split("_")[0] for path in (tmp_path / maker).glob("*.bin")}
+    file = write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])
+    for name in names:
+        for out, options in (("mine", f"--name {name}"), (f"new/{name}", "")):
+            with pytest.raises(SystemExit, match=f"^tokenize_text.py: --name {name}: another script "):
+                tokenize(tmp_path / out, [file], options)
+            assert not (tmp_path / out).exists()
 
 
 @pytest.mark.parametrize("second", MAKERS)
@@ -445,182 +328,113 @@ def test_one_folder_has_the_shards_of_one_script(tmp_path, small_library, first,
     assert contents(out) == before
 
 
-def test_two_tokenizers_do_not_share_a_folder(tmp_path, monkeypatch):
-    """The second waits for the first, and then finds its shards. Real processes, started together."""
-    file = write_lines(tmp_path / "a.jsonl", list(map(bytes.decode, NUMBERS)))
-    command = [sys.executable, tt.__file__, str(tmp_path / "out"), str(file), "--encoding", "bytes", "--name"]
-    started = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
-    errors = [process.communicate()[1] for process in started]
-    assert sorted(process.returncode for process in started) == [0, 1]
-    (failed,) = [error for error in errors if "already has shards" in error]
-    assert failed.splitlines()[-1].startswith("tokenize_text.py: ")
-    names = {path.name.partition("_")[0] for path in (tmp_path / "out").glob("*.bin")}
-    assert len(names) == 1
+def test_scripts_that_fill_one_folder_wait_for_each_other(tmp_path, monkeypatch):
+    """Before they look at what is there, until they have written."""
+    other = os.open(tmp_path, os.O_RDONLY)
+
+    def assert_locked(*args):
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return []
+
+    monkeypatch.setattr(tt, "find_earlier", assert_locked)
+    with tt.new_shards(tmp_path):
+        assert_locked()
+    os.close(other)
 
 
-def test_a_text_of_which_nothing_is_for_training_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("some text\n" * 900)
-    with pytest.raises(SystemExit, match="fell to training"):
-        tt.main([str(tmp_path / "out"), str(tmp_path / "a.txt"), "--encoding=bytes", "--val-one-in=1"])
-    assert not list((tmp_path / "out").glob("*.bin"))
-
-
-def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("some text\n" * 900)
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    tt.get_encoding.cache_clear()
-    with pytest.raises(SystemExit, match="^tokenize_text.py: needs tiktoken, .* pip install"):
-        tt.main([str(tmp_path / "out"), str(tmp_path / "a.txt")])
-
-
-@pytest.mark.parametrize("screen", ("2>&-", ">&- 2>&-", "| true; exit ${PIPESTATUS[0]}"))
+@pytest.mark.parametrize("screen", (">&- 2>&-", "| true; exit ${PIPESTATUS[0]}"))
 def test_a_closed_screen(tmp_path, screen):
     """Closed from the beginning it ends nothing; a reader that goes, as `head` does, ends the script."""
-    file = write_lines(tmp_path / "a.jsonl", list(map(bytes.decode, NUMBERS)))
-    command = f"{shlex.join([sys.executable, tt.__file__, 'out', str(file), '--encoding', 'bytes'])} {screen}"
+    write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])
+    command = f"{sys.executable} {tt.__file__} out a.jsonl --encoding bytes --val-one-in 2 {screen}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert done.returncode == screen.count("|") and "Traceback" not in done.stderr
-    assert len(list((tmp_path / "out").glob("*.bin"))) == 2
+    assert (tmp_path / "out/vocabulary.txt").exists()
 
 
 def test_shards_of_a_longer_text_go(tmp_path):
-    """Training would read them beside the new ones."""
+    """Training would read them beside the new ones. A link is written through, also one to nothing."""
+    link = tmp_path / "mine_train_000000.bin"
+    link.symlink_to("disk")
     for count in 3, 1:
         with tt.new_shards(tmp_path, "mine") as folder:
             for i in range(count):
-                write_shard(folder / f"mine_train_{i:06d}.bin", [256, 1, 2])
-    assert [path.name for path in tmp_path.glob("*.bin")] == ["mine_train_000000.bin"]
+                write_shard(folder / f"mine_train_{i:06d}.bin", [256, 1, count])
+        assert len(list(tmp_path.glob("*.bin"))) == count
+        assert link.is_symlink() and tt.read_tokens(tmp_path / "disk")[-1] == count
 
 
-def test_links_are_written_through(tmp_path, small_library):
-    """To files of any name in other folders, and to none."""
-    out = tmp_path / "out"
-    elsewhere = tmp_path / "elsewhere"
-    out.mkdir()
-    elsewhere.mkdir()
-    for name in ("vocabulary.txt", "source.json", "python_train_000001.bin"):
-        (out / name).symlink_to(elsewhere / f"my {name}")
-    for _ in range(2):
-        make_shards("corpus", tmp_path, out)
-        assert all((out / path.name[3:]).is_symlink() for path in elsewhere.iterdir())
-        assert len(contents(elsewhere)) == 3
-        (elsewhere / "my python_train_000001.bin").write_bytes((out / "python_val_000000.bin").read_bytes())
-
-
-def test_an_output_replaces_files_of_its_kind_only(tmp_path):
-    """Or an empty one. A folder, a pipe or another file stays, and so does the file if the block fails."""
+@pytest.mark.parametrize("content", (b"\x89PNG\r\n\0 old, Software Matplotlib", b""))
+def test_an_output_replaces_files_of_its_kind(tmp_path, content):
+    """Or an empty one. The file stays if the block fails, and until it ends."""
     path = tmp_path / "a.png"
-    ours = b"\x89PNG\r\n\0 old, Software Matplotlib"
-    for content, fits in ((ours, True), (b"", True), (b"\x89PNG a photo", False), (b"GIF", False)):
-        path.write_bytes(content)
-        if fits:
-            with pytest.raises(OSError, match=str(tmp_path)), scripts.replacing(path, scripts.PNG):
-                raise OSError(28, "No space left on device")
-            assert path.read_bytes() == content
-            with scripts.replacing(path, scripts.PNG) as new:
-                new.write_bytes(b"new")
-                assert path.read_bytes() == content
-            assert path.read_bytes() == b"new"
-        else:
-            with pytest.raises(tt.UserError, match="another kind"), scripts.replacing(path, scripts.PNG):
-                pytest.fail("the work began")
-            assert path.read_bytes() == content
-    path.unlink()
-    os.mkfifo(path)
-    for other in (path, tmp_path):
-        with pytest.raises(tt.UserError, match="another kind"):
-            scripts.target(other, b"")
-    assert [file.name for file in tmp_path.iterdir()] == ["a.png"]
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=str(tmp_path)), scripts.replacing(path, scripts.PNG) as new:
+        new.write_bytes(b"new")
+        raise OSError(28, "No space left on device")
+    assert contents(tmp_path) == {"a.png": content}
+    with scripts.replacing(path, scripts.PNG) as new:
+        new.write_bytes(b"new")
+    assert contents(tmp_path) == {"a.png": b"new"}
 
 
-def test_a_full_disk_names_the_folder(tmp_path, capsys):
+def test_an_output_replaces_nothing_else(tmp_path):
+    """Neither another file nor a folder."""
+    file = tmp_path / "a.png"
+    file.write_bytes(b"\x89PNG a photo")
+    for path in (file, tmp_path):
+        with pytest.raises(tt.UserError, match="another kind"), scripts.replacing(path, scripts.PNG):
+            pytest.fail("the work began")
+    assert file.read_bytes() == b"\x89PNG a photo"
+
+
+def test_a_full_disk_names_the_folder(tmp_path, monkeypatch):
     """Nothing is left there."""
-    file = tmp_path / "a.txt"
-    file.write_text("a line\n" * 5000)
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
     out = tmp_path / "out"
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))  # as a full disk
-    try:
-        with pytest.raises(SystemExit, match=f"^tokenize_text.py: .*large: '{out}'$"):
-            tokenize(out, [file])
-        gc.collect()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert list(out.iterdir()) == [] and "Exception" not in capsys.readouterr().err
+    monkeypatch.setattr(tt, "write_token_bytes", fail)
+    with pytest.raises(SystemExit, match=f"^tokenize_text.py: .*No space left on device: '{out}'$"):
+        tokenize(out, [write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])])
+    assert list(out.iterdir()) == []
 
 
-def test_nothing_appears_before_everything_is_written(tmp_path):
-    def documents():
-        yield tt.Document("a", 1, b"x" * 2_000_000)
-        yield tt.Document("b", 1, b"y" * 2_000_000)
-        assert not list(tmp_path.glob("*.bin"))
-        raise RuntimeError("the machine stops here")
-
-    with pytest.raises(RuntimeError):
-        tt.write_shards(tmp_path, "n", documents(), "bytes", shard_tokens=1000)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "out, file, options", (("b", "none", ""), ("b", ".", ""), (".", "a", ""), ("b", "a", "--shard-tokens 0"))
-)
-def test_wrong_arguments(tmp_path, out, file, options):
-    """A missing file, a folder as a file, a folder that has shards, shards of no tokens."""
-    (tmp_path / "a").write_text("x")
-    (tmp_path / "x_train_000001.bin").write_text("x")
-    with pytest.raises(SystemExit) as error:
-        tokenize(tmp_path / out, [tmp_path / file], options=options)
-    assert error.value.code and not (tmp_path / "b").exists()
+@pytest.mark.parametrize("file, options", (("none", ""), (".", ""), ("a", "--shard-tokens 0")))
+def test_wrong_arguments(tmp_path, file, options):
+    """A missing file, a folder as a file, shards of no tokens."""
+    write_lines(tmp_path / "a", [TRAIN, VAL])
+    with pytest.raises(SystemExit):
+        tokenize(tmp_path / "out", [tmp_path / file], f"--val-one-in 2 {options}")
+    assert not (tmp_path / "out").exists()
 
 
 # ---- shakespeare.py ----------------------------------------------------------------------------------------
 
 
 def test_the_last_tenth_of_shakespeare_is_one_document(tmp_path, monkeypatch):
+    """The other passages come in a random order, which is always the same."""
     text = b"".join(b"SPEAKER %d:\nA line of speech.\n\n" % i for i in range(1000))
-    (tmp_path / "input.txt").write_bytes(text)
-    monkeypatch.setattr(shakespeare, "URL", (tmp_path / "input.txt").as_uri())
+    file = tmp_path / "input.txt"
+    file.write_bytes(text)
+    monkeypatch.setattr(shakespeare, "URL", file.as_uri())
     monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(text).hexdigest())
+    shakespeare.main([str(file), "--out", str(tmp_path / "file")])
+    shakespeare.main(["--out", str(tmp_path / "download")])
+    found = contents(tmp_path / "file")
+    assert found == contents(tmp_path / "download")
+    assert found["input.txt"] == text and found["vocabulary.txt"].count(b"\n") == 257
     begin = int(len(text) * 0.9)  # as nanoGPT's prepare.py has it
     passages = tt.cut_passages(text[:begin], 512)
-    written = []
-    for source, arguments in (("file", [str(tmp_path / "input.txt")]), ("download", [])):
-        out = tmp_path / source
-        shakespeare.main(arguments + ["--out", str(out)])
-        train, val = read_splits(out)
-        written.append(train)
-        assert train != passages and sorted(train) == sorted(passages) and val == [text[begin:]]
-        assert len((out / "vocabulary.txt").read_text().splitlines()) == 257
-        assert (out / "input.txt").read_bytes() == text
-    assert written[0] == written[1]  # the random order is always the same
-    (tmp_path / "input.txt").write_text("Log in to the network")
-    with pytest.raises(SystemExit, match="^shakespeare.py: .*another text"):
-        shakespeare.main(["--out", str(tmp_path / "c")])
-    assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (None, "No such file"),
-        (b"", "0 bytes of text"),
-        ("déjà vu, déjà vu".encode("latin-1"), "not UTF-8"),
-        ("a text of a few lines".encode("utf-16"), "UTF-16"),
-        (b"ten bytes.", None),
-    ],
-)
-def test_shakespeare_takes_utf8_text_only(tmp_path, content, reason):
-    file = tmp_path / "a.txt"
-    out = tmp_path / "out"
-    if content is not None:
-        file.write_bytes(content)
-    if reason is None:
-        shakespeare.main([str(file), "--out", str(out)])
-        assert read_splits(out) == ([content[:9]], [content[9:]])
-        return
-    with pytest.raises(SystemExit, match=f"^shakespeare.py: .*{reason}"):
-        shakespeare.main([str(file), "--out", str(out)])
-    assert not out.exists()
+    train, val = read_splits(tmp_path / "file")
+    assert train != passages and sorted(train) == sorted(passages) and val == [text[begin:]]
+    file.write_text("Log in to")
+    for arguments, problem in (([], "another text"), ([str(file)], "9 bytes of text")):
+        with pytest.raises(SystemExit, match=f"^shakespeare.py: .*{problem}"):
+            shakespeare.main(arguments + ["--out", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
 
 
 # ---- local_corpus.py ---------------------------------------------------------------------------------------
@@ -629,38 +443,29 @@ def test_shakespeare_takes_utf8_text_only(tmp_path, content, reason):
 @pytest.mark.slow
 def test_corpus_is_the_library_split_by_name(tmp_path):
     local_corpus.main(["--out", str(tmp_path)])
-    stdlib = Path(local_corpus.sysconfig.get_path("stdlib"))
-    texts = local_corpus.stdlib_texts(stdlib)
-    documents = [document for document in local_corpus.corpus(texts) if document.raw]
-    names = {document.key for document in documents}
-    assert {"argparse.py", "json/decoder.py", "unittest/case.py", "pydoc_data/topics/lambda"} < names
-    left_out = {"site-packages", "test", "topics.py"}
-    for name in names:
-        assert left_out.isdisjoint(name.split("/")), name
+    texts = local_corpus.stdlib_texts(Path(local_corpus.sysconfig.get_path("stdlib")))
+    assert texts.keys() > {"argparse.py", "json/decoder.py", "unittest/case.py", "pydoc_data/topics/lambda"}
+    for name in texts:
+        assert {"site-packages", "test", "topics.py"}.isdisjoint(name.split("/")), name
     train = []
     val = []
-    for document in documents:
-        if is_validation(document.key.encode(), 20):  # so all passages of a file are in one split
-            val.append(document.raw)
-        else:
-            train.append(document.raw)
+    for document in local_corpus.corpus(texts):
+        split = val if is_validation(document.key.encode(), 20) else train  # by the name of its file
+        if document.raw:
+            split.append(document.raw)
     assert read_splits(tmp_path) == (train, val)
 
 
 def test_the_corpus_of_words_leaves_out_long_passages(tmp_path, monkeypatch):
-    """A table has no blank line to cut it at. The corpus of bytes keeps it."""
-    parts = [b"a" * 1000, b"0, " * 2000, b"b" * 1000]
-    texts = {f"{i}.py": b"\n\n".join(parts) for i in range(40)}  # enough that some validate
+    """A table has no blank line to cut it at."""
+    text = b"a" * 1000 + b"\n\n" + b"0, " * 2000 + b"\n\n" + b"b" * 1000
+    texts = {f"{i}.py": text for i in range(40)}  # enough that some validate
     monkeypatch.setattr(local_corpus, "stdlib_texts", lambda folder: texts)
     monkeypatch.setattr(local_corpus, "__file__", str(tmp_path / "local_corpus.py"))
-    monkeypatch.setattr(tt, "get_encoding", lambda name: {"gpt2": MERGING, "bytes": BYTES}[name])
-    for folder, encoding, name in (("words", MERGING, "gpt2"), ("local", BYTES, "bytes")):
-        local_corpus.main(["--encoding", name])
-        train, val = read_splits(tmp_path / folder, encoding)
-        expected = {b"a", b"b"}
-        if name == "bytes":
-            expected.add(b"0")
-        assert {text[:1] for text in train + val} == expected
+    monkeypatch.setattr(tt, "get_encoding", lambda name: MERGING)
+    local_corpus.main(["--encoding", "gpt2"])
+    train, val = read_splits(tmp_path / "words", MERGING)
+    assert {text[:1] for text in train + val} == {b"a", b"b"}
 
 
 def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
@@ -685,16 +490,6 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
     assert builds()
     source.write_text("pass\n")
     assert builds() and not builds()
-    before = contents(out)
-    source.write_text("pass\n" * 1000)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))  # as a full disk
-    try:
-        with pytest.raises(SystemExit, match=f"^local_corpus.py: .*large: '{out}'$"):
-            builds()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert contents(out) == before and builds()
     source.unlink()
     with pytest.raises(SystemExit, match="^local_corpus.py: this Python lacks .*$"):
         builds()
@@ -703,6 +498,7 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
 def test_the_second_corpus_is_a_packages_headers(tmp_path, monkeypatch):
     include = tmp_path / "torch/include/a"
     out = tmp_path / "out"
+    command = ["--headers", "--out", str(out)]
     include.mkdir(parents=True)
     names = []
     for i in range(9):
@@ -711,13 +507,13 @@ def test_the_second_corpus_is_a_packages_headers(tmp_path, monkeypatch):
         (include / name).write_text(name)
     found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
     monkeypatch.setattr(local_corpus.importlib.util, "find_spec", lambda name: found)
-    local_corpus.main(["--headers", "--out", str(out)])
+    local_corpus.main(command)
     train, val = read_splits(out)
     assert sorted(train + val) == sorted(encode_all(names))
-    assert json.loads((out / "source.json").read_text())["torch"] == importlib.metadata.version("torch")
-    monkeypatch.setattr(local_corpus.importlib.util, "find_spec", lambda name: None)
+    assert f'"torch": "{torch.__version__}"' in (out / "source.json").read_text()
+    found.submodule_search_locations = []
     with pytest.raises(SystemExit, match="^local_corpus.py: .*$"):
-        local_corpus.main(["--headers", "--out", str(out)])
+        local_corpus.main(command)
 
 
 # ---- bench/ngram.py ----------------------------------------------------------------------------------------
@@ -736,10 +532,9 @@ def probability(train, context, token, vocabulary):
     return (followers.count(token) + kinds * lower) / (len(followers) + kinds)
 
 
-@pytest.mark.parametrize("vocabulary, orders", ((3, 5), (257, 4), (50257, 4)))
+@pytest.mark.parametrize("vocabulary, orders", ((3, 5), (50257, 4)))
 def test_ngram_equals_its_formula(vocabulary, orders):
-    draw = random.Random(0)
-    tokens = [draw.choice([0, 1, vocabulary - 1]) for _ in range(400)]
+    tokens = random.Random(0).choices([0, 1, vocabulary - 1], k=400)
     train = tokens[:300]
     val = tokens[300:]
     val[50] = vocabulary // 2  # never seen, if the vocabulary is larger than 3

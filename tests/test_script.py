@@ -88,13 +88,6 @@ def double(folder):
     return run(folder, *command)
 
 
-def run_forked(folder, *arguments):
-    """Runs the script in a fork that has torch loaded: ten times faster."""
-    with Launch(folder, "--preset", "cpu", "--data", "corpus", *arguments) as process:
-        assert process.wait() == [0], process.err
-        return finished(folder, process.out)
-
-
 # ---- logs and screen ---------------------------------------------------------------------------------------
 
 RUNS = pytest.mark.parametrize(
@@ -124,82 +117,54 @@ STEP = re.compile(
 )
 
 
-def number(text):
-    """Returns a number of a log, or None where a line does not have it."""
-    if text is None:
-        return None
-    return float(text)
-
-
 def read_steps(text):
     """Returns the lines of steps as tuples (step, val_loss, train_time, step_avg, train_loss)."""
-    steps = []
-    for line in text.splitlines():
-        step, val_loss, total, average, loss = STEP.fullmatch(line).groups()
-        steps.append((int(step), number(val_loss), int(total), number(average), number(loss)))
-    return steps
-
-
-def assert_falls(losses, fall):
-    """Checks that losses fall from chance over 264 tokens: the text has eight characters."""
-    assert losses[0] == pytest.approx(math.log(264), abs=0.4)
-    assert losses[-1] < losses[0] - fall
+    return [STEP.fullmatch(line).groups() for line in text.splitlines()]
 
 
 @pytest.mark.slow
 @RUNS
-def test_log(which, world_size, seed, name, folder, request):
+def test_log_and_screen(which, world_size, seed, name, folder, request):
     done = request.getfixturevalue(which)
     found = re.fullmatch(LOG, done.text)
     # No absolute path, not even of a run with absolute paths in its options.
     assert not re.search(r"(?<![\w.*)])/(?:[\w.-]+/)+", done.text)
     config = json.loads(found["config"])
     assert (found["world_size"], found["seed"]) == (str(world_size), str(seed))
-    assert (config["seed"], config["name"], config["heads"]) == (seed, name, 2)
-    assert config["track"] == "other"
+    assert (config["seed"], config["name"], config["heads"], config["track"]) == (seed, name, 2, "other")
     assert found["hash"] == hashlib.sha256(SOURCE.encode()).hexdigest()[:12]
-    script = {"single": "my_copy.py", "double": "train_gpt.py"}
-    assert found["script"] == script[which]
+    assert found["script"] == {"single": "my_copy.py", "double": "train_gpt.py"}[which]
 
     order, times, val_losses, train_losses = [], [], [], []
     for step, val_loss, total, average, loss in read_steps(found["steps"]):
         if val_loss is None:
-            order.append(f"{step}")
-            train_losses.append(loss)
+            order.append(step)
+            train_losses.append(float(loss))
         else:
             order.append(f"{step}v")
-            val_losses.append(val_loss)
-        times.append(total)
-        assert average == pytest.approx(total / max(step, 1), abs=1)
+            val_losses.append(float(val_loss))
+        times.append(int(total))
+        assert float(average) == pytest.approx(int(total) / max(int(step), 1), abs=1)
     # Validation before steps 0, 3 and 6 and at the end; a line after each step.
     assert " ".join(order) == "0v 1 2 3 3v 4 5 6 6v 7 8 8v"
     assert times == sorted(times)
     assert int(found["train_time_ms"]) == times[-1]
-    assert_falls(val_losses, 0.4)
-    assert_falls(train_losses, 0.2)
+    for losses, fall in (val_losses, 0.4), (train_losses, 0.2):
+        assert losses[0] == pytest.approx(math.log(264), abs=0.4)  # chance over 264 tokens
+        assert losses[-1] < losses[0] - fall
     loss = float(found["val_loss"])
     assert round(loss, 4) == pytest.approx(val_losses[-1])
     shard = tg.read_header(folder / "corpus/tiny_val_000000.bin")
     assert float(found["val_loss_per_byte"]) == pytest.approx(loss * 1500 / shard.text_bytes, abs=2e-6)
 
-
-@pytest.mark.slow
-@RUNS
-def test_the_screen_has_the_results_and_names_the_log(which, world_size, seed, name, request):
-    """The log is an attempt, or the named run's, in no track: the task is changed."""
-    done = request.getfixturevalue(which)
-    assert not re.search("\r|\x1b|import argparse", done.out)  # no source
+    # The screen has no source, and no target: another text has none.
+    assert not re.search("\r|\x1b|import argparse|target", done.out)
     lines = done.out.splitlines()
-    steps = [line for line in lines if STEP.fullmatch(line)]
-    assert len(steps) == 4
-    results = re.findall("^(?:val_loss|train_time_ms).*", done.text, re.MULTILINE)
-    assert set(results) < set(lines)
-    group = "attempts"
-    if name:
-        group = f"{date.today()}_{name}"
+    assert sum(bool(STEP.fullmatch(line)) for line in lines) == 4
+    assert set(re.findall("^(?:val_loss|train_time_ms).*", done.text, re.MULTILINE)) < set(lines)
+    group = f"{date.today()}_{name}" if name else "attempts"  # in no track: the task is changed
     assert lines[-1].startswith(f"log: records/other/{group}/seed{seed}_")
     assert lines[-1] in lines[:-1]
-    assert "target" not in done.out  # another text has none
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)
@@ -230,7 +195,7 @@ def test_the_target_is_named_in_its_track_only(folder, target, option, said):
     """The preset's track has the tiny text here."""
     task = {"data": "corpus", "val_slices": 3, "val_slice_tokens": 256, "microbatches": 8, "target": target}
     presets = tg.PRESETS | {"cpu": replace(tg.CPU, **task)}
-    arguments = ["--preset", "cpu", *option.split(), *settings("warmup=false")]
+    arguments = ["--preset", "cpu", *option.split(), *settings("warmup=false", "length=0.1")]
     with Launch(folder, *arguments, faults={0: SetGlobal("PRESETS", presets)}) as process:
         assert process.wait() == [0], process.err
         found = [line for line in process.out.splitlines() if "target" in line]
@@ -244,28 +209,24 @@ def test_another_seed_gives_other_losses(single, double):
 
 @pytest.mark.slow
 def test_profile(folder):
-    """The trace beside the log has four numbered steps with their operations. The run is in no track.
+    """The trace beside the log has four numbered steps, and operations. The run is in no track.
 
     With val_every=0 only the final validation runs.
     """
     change = settings("warmup=false", "microbatches=2", "val_every=0")
-    done = run_forked(folder, *change, "--profile", "2")
+    arguments = "--preset cpu --data corpus --profile 2".split()
+    with Launch(folder, *arguments, *change) as process:
+        assert process.wait() == [0], process.err
+        done = finished(folder, process.out)
     assert done.log.parent.parent.name == "other" and len(done.losses) == 2
     with gzip.open(done.log.with_name(f"{done.log.stem}.rank0.trace.json.gz"), "rt") as f:
-        trace = json.load(f)
-    complete = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [event for event in complete if event["name"].startswith("ProfilerStep#")]
-    assert sorted(step["name"] for step in steps) == [f"ProfilerStep#{number}" for number in range(2, 6)]
-    for step in steps:
-        end = step["ts"] + step["dur"]
-        within = set()
-        for event in complete:
-            if step["ts"] <= event["ts"] < end:
-                within.add(event["name"])
-        assert {"aten::mm", "MLP", "MLPBackward"} <= within
+        names = {event["name"] for event in json.load(f)["traceEvents"] if event.get("ph") == "X"}
+    assert {"aten::mm", "MLP", "MLPBackward"} < names
+    steps = {f"ProfilerStep#{number}" for number in range(2, 6)}
+    assert {name for name in names if name.startswith("ProfilerStep#")} == steps
 
 
-@pytest.mark.parametrize("module", ("json", "random", "torch"))
+@pytest.mark.parametrize("module", ("json", "torch"))
 def test_a_file_beside_the_script_with_a_modules_name_is_a_line(tmp_path, module):
     (tmp_path / "train_gpt.py").write_text(SOURCE, encoding="utf-8")
     (tmp_path / f"{module}.py").touch()
@@ -279,32 +240,28 @@ def test_commit(tmp_path, monkeypatch):
 
     def git(*words):
         names = "-c user.name=x -c user.email=x@x".split()
-        return subprocess.check_output(["git", *names, *words], cwd=tmp_path, text=True)
+        return subprocess.check_output(["git", *names, *words], cwd=tmp_path, text=True).strip()
 
-    script, copies = tmp_path / "train_gpt.py", [tmp_path / "my_idea.py", tmp_path / "ideas/b.py"]
+    script, copy = tmp_path / "train_gpt.py", tmp_path / "ideas/b.py"
     git("init", "-q")
     (tmp_path / "ideas").mkdir()
-    for path in (script, *copies):
+    for path in (script, copy):
         path.write_text(SOURCE, encoding="utf-8")
         assert tg.describe_commit(path) == "unknown"  # nothing is committed
-    (tmp_path / "others.py").write_text("x = 1\n")
-    git("add", "others.py")
-    git("commit", "-qm", "theirs")
-    commit = git("rev-parse", "HEAD").strip()
-    assert tg.describe_commit(script) == tg.describe_commit(copies[1]) == f"{commit} (modified)"
+    git("commit", "-qm", "theirs", "--allow-empty")
+    assert tg.describe_commit(script) == f"{git('rev-parse', 'HEAD')} (modified)"
     odd = shutil.copy(script, tmp_path / ":(top)train_gpt.py")
     git("add", "train_gpt.py")
     git("commit", "-qm", "ours")
-    commit = git("rev-parse", "HEAD").strip()
+    commit = git("rev-parse", "HEAD")
     assert tg.describe_commit(script) == f"{commit} (clean)"
     script.write_text(SOURCE + "\n", encoding="utf-8")
     (tmp_path / ".gitignore").write_text("ideas\n")
     git("update-index", "--assume-unchanged", "train_gpt.py")
-    (tmp_path / "other").mkdir()
     git("init", "-q", "other")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
-    for path in (script, *copies, Path(odd)):
+    for path in (script, copy, Path(odd)):
         assert tg.describe_commit(path) == f"{commit} (modified)"
 
 
@@ -313,7 +270,7 @@ def test_any_seed_and_any_screen(folder, tmp_path):
     """A seed may have any number of digits, and a sample letters that the screen lacks."""
     data = shutil.copytree(folder / "corpus", tmp_path / "run/corpus")
     (data / "vocabulary.txt").write_text("ff\n" * 257)
-    change = settings("warmup=false", "stages.*.prefix=", "samples=1")
+    change = settings("warmup=false", "stages.*.prefix=", "samples=1", "length=0.1")
     arguments = ["--preset", "cpu", "--data", "corpus", "--seed", str(10**20)] + change
     with Launch(data.parent, *arguments, faults={0: ascii_screen}) as process:
         assert process.wait() == [0], process.err
@@ -325,11 +282,7 @@ def test_any_seed_and_any_screen(folder, tmp_path):
 def test_workers_end_with_torchrun(folder):
     command = TORCHRUN + [tg.__file__, "--preset", "cpu", "--data", "corpus"] + settings("length=99")
     process = start(folder, *command)
-    for line in process.stdout:
-        if line.startswith("step:3/"):  # both ranks train
-            break
-    else:
-        pytest.fail("it did not train")
+    assert any(line.startswith("step:3/") for line in process.stdout), "it did not train"
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.communicate()
@@ -370,16 +323,13 @@ def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys
 def test_presets_for_cpus_leave_the_gpu_alone(monkeypatch, preset, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    kind = tg.PRESETS[preset].device
-    assert tg.init_distributed(kind, join=False)[-1].type == device
+    assert tg.init_distributed(tg.PRESETS[preset].device, join=False)[-1].type == device
 
 
 def test_the_date_of_run_sh_names_the_folder(monkeypatch):
-    args = tg.parse_args(["--name", "Idea"])
-    alone = tg.Exchange(0, 1)
-    assert tg.name_run(args, "cpu", alone, {})[0].parent.name == f"{date.today()}_Idea"
     monkeypatch.setenv("RUN_DATE", "2026-01-01")
-    assert tg.name_run(args, "cpu", alone, {})[0].parent == Path("records/cpu/2026-01-01_Idea")
+    log = tg.name_run(tg.parse_args(["--name", "Idea"]), "cpu", tg.Exchange(0, 1), {})[0]
+    assert log.parent == Path("records/cpu/2026-01-01_Idea")
 
 
 def test_closed_streams_are_no_error(tmp_path):
