@@ -165,6 +165,7 @@ WRONG = """--preset huge
 --save no/model.pt
 --save corpus/
 --checkpoint-every -1
+--checkpoint-every 100
 --profile 0
 --name ../../../elsewhere
 --data=
@@ -283,7 +284,9 @@ CASES = [
     Case("a folder in place of the n-gram rows", "--save model.pt", make_folder("model.pt.ngrams0")),
     Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
     Case("another program's zip file in place of the model", "--save photos.zip", make_zip),
-    Case("a text whose name looks like a table", "--save my.ngrams.txt", write_text("my.ngrams.txt", "mine")),
+    Case("a text in place of the model", "--save notes.json", write_text("notes.json", '{"preset": "mine"}')),
+    Case("a text in place of the n-gram rows", "--save counts", write_text("counts.ngrams0", "the cat")),
+    Case("a text whose name looks like a table", "--save my.ngrams", write_text("my.ngrams", "the cat")),
     Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
     Case("a link to a missing folder", "--save link.pt",
          lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),

@@ -389,6 +389,15 @@ def test_an_output_replaces_nothing_else(tmp_path):
     assert file.read_bytes() == b"\x89PNG a photo"
 
 
+def test_a_folder_that_cannot_be_written_to_is_seen_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with (
+        pytest.raises(tt.UserError, match="cannot be written to"),
+        scripts.replacing(tmp_path / "a.png", b""),
+    ):
+        pytest.fail("the work began")
+
+
 def test_a_full_disk_names_the_folder(tmp_path, monkeypatch):
     """Nothing is left there."""
 
@@ -402,13 +411,23 @@ def test_a_full_disk_names_the_folder(tmp_path, monkeypatch):
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("file, options", (("none", ""), (".", ""), ("a", "--shard-tokens 0")))
+@pytest.mark.parametrize(
+    "file, options",
+    (
+        ("none", ""),
+        (".", ""),
+        ("a", "--shard-tokens 0"),
+        ("a", "--name="),
+        ("b", "--field x"),
+    ),
+)
 def test_wrong_arguments(tmp_path, file, options):
-    """A missing file, a folder as a file, shards of no tokens."""
+    """A missing file, a folder as a file, shards of no tokens, empty names, a field of a plain text."""
+    (tmp_path / "b").write_text("a text")
     write_lines(tmp_path / "a", [TRAIN, VAL])
     with pytest.raises(SystemExit):
         tokenize(tmp_path / "out", [tmp_path / file], f"--val-one-in 2 {options}")
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out/*"))
 
 
 # ---- shakespeare.py ----------------------------------------------------------------------------------------
@@ -484,8 +503,11 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
     assert not builds()
     train = out / "python_train_000001.bin"
     complete = train.read_bytes()
-    train.write_bytes(complete[:-1])
+    train.write_bytes(complete[:-2] + b"a\0")  # as long as before
     assert builds() and train.read_bytes() == complete
+    vocabulary = (out / "vocabulary.txt").read_text()
+    (out / "vocabulary.txt").write_text(vocabulary.replace("61", "62"))
+    assert builds() and (out / "vocabulary.txt").read_text() == vocabulary
     (out / "vocabulary.txt").unlink()
     assert builds()
     source.write_text("pass\n")

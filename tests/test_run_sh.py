@@ -176,6 +176,12 @@ def test_variables_of_the_user_have_priority(ready):
     assert "threads: 5" in run.text
 
 
+def test_a_users_module_here_is_no_reason_for_another_environment(repository):
+    (repository / "random.py").touch()
+    run(repository, "--data .", 1, PYTHON=sys.executable)
+    assert "making .venv" not in run.text
+
+
 def test_a_script_must_be_committed_before_a_race(ready):
     """A script that git does not know, a committed one, and the same when it was edited."""
     git = "git init -q && git add old.py && git -c user.name=I -c user.email=i@i commit -q -m Idea"
