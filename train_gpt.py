@@ -922,8 +922,10 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x in this dtype, for autograd Functions in compiled code. There to() would also copy the graph's
-    node of an x that has the dtype, and torch 2.11 then loses gradients (pytorch/pytorch issue 180642).
+    """Returns x in this dtype, for forwards of autograd Functions that are compiled.
+
+    There to() would give an x of the same dtype a second name, and torch 2.11 may lose the gradients of such
+    (pytorch issue 180642).
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -1612,8 +1614,9 @@ class GPT(nn.Module):
         if banks is None:
             banks = {name: Weight(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
-        return compiled(GPT.trunk)(self, looked_up, sequence, windows, banks, mlps_fp8)
+        return self.trunk(looked_up, sequence, windows, banks, mlps_fp8)
 
+    @compiled
     def trunk(  # compiler_of() names some of its arguments
         self,
         looked_up: dict[str, Tensor],
@@ -1664,21 +1667,21 @@ class GPT(nn.Module):
                 if layer.mudd:
                     saved["mudd"] = x
                     x, w, added = self.mudd_connections(x, w, saved)
-                span = sequences[layer.attention], windows[layer.window]
-                added = [self.attention_branch(i, h, w, gates, *span), *added]
+                window = windows[layer.window]
+                added.insert(0, self.attention_branch(i, h, w, gates, sequences[layer.attention], window))
             if layer.x0:
                 added.append((gates["x0", i], x0))
             if layer.ngram and i > 0:
                 added.append((gates["ngram", i], ngram))
             if adds_before_mlps(layer, i):
                 x = mix([(w.scalars.resid_attention, x), *added])
-            added = []
+            mlp_outputs: list[Term] = []
             if layer.mlps or layer.mudd:
-                h = norm(x)
-                added = self.mlp_branch(h, w)
+                mlp_input = norm(x)
+                mlp_outputs = self.mlp_branch(mlp_input, w)
             if layer.mudd:
-                saved["mudd mlp"] = h
-            x = mix([(w.scalars.resid_mlp, x), *added])
+                saved["mudd mlp"] = mlp_input
+            x = mix([(w.scalars.resid_mlp, x), *mlp_outputs])
             if i == cfg.skip_from:
                 saved["skip"] = x
                 gates |= self.gates(LATE, x)
@@ -2832,10 +2835,19 @@ RELU_SQUARE_TILES = {
 }
 
 
+class FP8Args(NamedTuple):
+    """The kernel's arguments that only FP8 has, in their order."""
+
+    out_T: Tensor | None = None
+    scales: Tensor | None = None
+    scale_step: int = 0
+    amax: Tensor | None = None
+    amax_index: int = 0
+
+
 def launch_relu_square(
-    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: tuple, fp8_max: int = 0
+    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: FP8Args, fp8_max: int = 0
 ) -> None:
-    """Launches the kernel. fp8_args: out_T, scales, SCALE_STEP, amax and amax_index."""
     M, K = a.shape
     N = len(b)
     name = "small"
@@ -2847,18 +2859,15 @@ def launch_relu_square(
     relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
 
 
-NO_FP8 = None, None, 0, None, 0  # out_T, scales, SCALE_STEP, amax, amax_index
-
-
 def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
     out = h.new_empty(len(h), len(fc))
-    launch_relu_square(h, fc, None, out, NO_FP8)
+    launch_relu_square(h, fc, None, out, FP8Args())
     return out
 
 
 def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     out = dy.new_empty(len(dy), len(proj))
-    launch_relu_square(dy, proj, square, out, NO_FP8)
+    launch_relu_square(dy, proj, square, out, FP8Args())
     return out
 
 
@@ -2867,7 +2876,7 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
     w8 = mlp.weights[backward]
     out = a8.new_empty(len(a8), len(w8))
     out_T = a8.new_empty(len(w8), len(a8))
-    fp8_args = out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward
+    fp8_args = FP8Args(out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward)
     launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
     return out, out_T
 
@@ -5247,6 +5256,7 @@ class Prefetcher:
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
         # failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
+        # As many as are built together, so that next() seldom waits; two if each is built alone.
         self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.update_every))]
 
     def _submit(self) -> Future:
@@ -6153,7 +6163,7 @@ def warm_up(training: Training) -> None:
             validate(model, val, optimizer.exchange, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
             AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
-        if optimizer.ngrams:
+        if optimizer.ngrams:  # begins again: its times must not go beyond the run's last step
             for t in optimizer.ngrams.state_dict().values():
                 t.zero_()
         optimizer.drop_grads()
