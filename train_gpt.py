@@ -94,6 +94,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
+    from torch.distributed.elastic.multiprocessing.errors import record
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
 except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
@@ -6389,7 +6390,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status. Errors that a user can fix are one line a rank."""
     args = parse_args(argv)
     try:
-        run(args)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            record(run)(args)  # torchrun then ends with the error of the rank that failed first
+        else:
+            run(args)
         return 0
     except (UserError, OSError, torch.OutOfMemoryError) as error:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""

@@ -453,3 +453,13 @@ def test_the_cpu_preset_trains_without_packages_that_only_others_need(repository
         text = rest_of_output(process)
     assert process.returncode == 0 and "val_loss: " in text and "means nothing" in text
     assert list(repository.glob("records/other/attempts/seed0_*.txt"))
+
+
+@pytest.mark.slow
+def test_a_failed_run_ends_with_the_error_of_the_rank_that_failed_first(repository):
+    shutil.copy(ROOT / "train_gpt.py", repository)
+    make_corpus(repository / "corpus")
+    arguments = ["--tiny", "--data", "corpus", *settings("adam_lr=1e30")]
+    with started(repository, *arguments, PYTHON=sys.executable, OMP_NUM_THREADS="1") as process:
+        text = rest_of_output(process)
+    assert process.returncode == 1 and text.rstrip("= \n").endswith("; lower the learning rates")
