@@ -112,7 +112,8 @@ def _rank(rank, world_size, port, folder, arguments, output, fault):
     run_main(arguments)
 
 
-LAST_STATEMENT = ast.Module([ast.parse(Path(tg.__file__).read_text(encoding="utf-8")).body[-1]], [])
+SCRIPT = ast.parse(Path(tg.__file__).read_text(encoding="utf-8"))
+LAST_STATEMENT = ast.Module([SCRIPT.body[-1]], [])
 
 
 def run_main(arguments):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import LAST_STATEMENT, WAIT, make_corpus, settings
+from launch import LAST_STATEMENT, SCRIPT, WAIT, make_corpus, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("run.sh", "environment.sh", "test.sh", "requirements.txt")
@@ -427,6 +427,21 @@ def test_ctrl_c_ends_all_where_nothing_can_be_tied(untied, waiting):
 def test_a_killed_process_ends_the_others_and_the_runs(waiting, killed, status):
     os.kill(getattr(waiting, killed), signal.SIGKILL)
     assert "seed 1" not in rest_of_output(waiting) and waiting.returncode == status
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a child with its parent")
+def test_ranks_end_with_torchrun_without_run_sh(tmp_path):
+    """Also while they import torch, which the real script does after the statement that ties them."""
+    (tie,) = [node for node in SCRIPT.body if isinstance(node, ast.If) and "prctl" in ast.unparse(node)]
+    imports = "import ctypes, os, signal, sys, time"
+    wait = "os.write(1, b'up\\n'); time.sleep(3600)"
+    (tmp_path / "idea.py").write_text(f"{imports}\n{ast.unparse(tie)}\n{wait}\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "idea.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as torchrun:
+        assert [torchrun.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+        torchrun.kill()
+        assert torchrun.communicate(timeout=WAIT)[0] == ""  # nothing holds the output any more
 
 
 @needs_ties
