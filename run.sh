@@ -6,7 +6,8 @@
 # GPUs. --tiny: ten steps or so, in 20 seconds, to see whether the script runs. --runs N: N runs, with seeds
 # from --seed (0) on; if they have a --name, a table follows. --against OTHER.py: OTHER.py follows each run,
 # as a record's baseline, with the same preset, data and seed but no other option; it needs a new --name; then
-# the referee tries SCRIPT.py. --data DIR: nothing is downloaded. `python train_gpt.py -h` lists more options.
+# the referee tries SCRIPT.py; with --tiny it is a rehearsal, without name and referee. --data DIR: nothing is
+# downloaded. `python train_gpt.py -h` lists more options.
 # Paths are relative to this folder. Variables: PYTHON, to use or to make .venv with; NPROC_PER_NODE.
 
 set -euo pipefail
@@ -39,13 +40,16 @@ processes=${NPROC_PER_NODE:-2}
 [[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || die "NPROC_PER_NODE must be a number from 1 on, not '$processes'"
 preset=${preset:-cpu}
 [[ $preset == record ]] || export CUDA_VISIBLE_DEVICES='' gpu=''
-same=(--preset="$preset" ${data:+--data="$data"})
-args=(${tiny:+--set $tiny} "${same[@]}" ${name:+--name="$name"} "${args[@]}")   # the user's --set is the last
+[[ ! $tiny || ! $against ]] || name=''   # a rehearsal
+same=(${tiny:+--set $tiny} --preset="$preset" ${data:+--data="$data"})
+args=("${same[@]}" ${name:+--name="$name"} "${args[@]}")   # the user's --set is the last
 if [[ $against ]]; then
     [[ -f $against ]] || die "--against: there is no $against in $PWD"
+    [[ "${args[*]}" != *--@(resume|save|profile|checkpoint-every)* ]] ||
+        die "--against goes without --resume, --save, --profile and --checkpoint-every"
+fi
+if [[ $against && ! $tiny ]]; then
     [[ $name ]] || die "--against needs a --name, of the new folder for the logs"
-    [[ ! $tiny && "${args[*]}" != *--@(resume|save|profile|checkpoint-every)* ]] ||
-        die "--against goes without --tiny, --resume, --save, --profile and --checkpoint-every"
     if [[ -e .git ]] || git rev-parse >/dev/null 2>&1; then   # git itself says what it lacks
         git ls-files --error-unmatch -- "$script" >/dev/null && git diff --quiet HEAD -- "$script" ||
             die "commit $script first: a record's logs name a commit that has its script"
@@ -82,7 +86,7 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # The processes meet at the loopback interface, because the machine's name may have no address.
 if [[ $(uname) == Linux ]]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
-[[ ! $against ]] || works 'import scipy' || die "compare.py needs scipy: $problem"
+[[ ! $against || $tiny ]] || works 'import scipy' || die "compare.py needs scipy: $problem"
 # Early records' scripts have no --check.
 ! grep -q '"--check"' "$script" ||
     "${tied[@]}" "$python" "$script" "${args[@]}" --check "$processes" >/dev/null
@@ -90,7 +94,7 @@ declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding 
 [[ $data ]] || "${tied[@]}" "$python" data/${sources[$preset]:-fineweb.py}
 for (( end = seed + runs; seed < end; seed++ )); do
     train "$script" "${args[@]}"
-    [[ ! $against ]] || train "$against" "${same[@]}" --name="$name/baseline"
+    [[ ! $against ]] || train "$against" "${same[@]}" ${name:+--name="$name/baseline"}
 done
 [[ ! $tiny ]] || say "--tiny: the script runs; the loss after so few steps means nothing"
 if [[ $name && ( $runs -gt 1 || $against ) ]]; then

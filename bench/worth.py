@@ -128,6 +128,8 @@ def in_time(
     margin = t.ppf(0.975, error**4 / parts) * error if parts else 0.0
     least = less_or_more(math.exp(log_time - margin))
     most = less_or_more(math.exp(log_time + margin))
+    if abs(log_time) < margin:
+        text += "no difference in time shown: "
     text += f"about {less_or_more(math.exp(log_time))} time to the baseline's loss, in "
     text += f"{100 * SHORTER**-share:.0f} % of the steps (95 %: {least} to {most})"
     if abs(share) > 1:

@@ -865,7 +865,7 @@ def mean_verdict(what: str, mean: float | None, limit: float | None, name: str, 
         return Verdict(False, f"the mean {what} is above {name}")
     if mean == limit:
         return Verdict(False, f"the mean {what} is not below {name}")
-    level = "no p" if p is None else f"p {show_p(p)}"
+    level = "one run gives no p" if p is None else f"p {show_p(p)}"
     if p is None or p >= ALPHA:
         return Verdict(False, f"the mean {what} is not shown to be below {name} ({level}, needs < {ALPHA:g})")
     return Verdict(True, f"the mean {what} is below {name} ({level} < {ALPHA:g})")

@@ -101,7 +101,7 @@ def pytest_terminal_summary(terminalreporter):
     """Prints each hint of the failures once."""
     hints = set()
     for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
-        for name, text in report.user_properties:
+        for name, text in getattr(report, "user_properties", ()):  # a file that cannot be imported has none
             if name == "hint":
                 hints.add(text)
     for hint in sorted(hints):

@@ -8,7 +8,7 @@ import pytest
 import ngram
 import train_gpt as tg
 from launch import make_corpus
-from test_ngram_runs import make_config, validation_loss
+from test_ngram_runs import make_config
 
 BOS = 256
 
@@ -67,7 +67,9 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
     ngram.main(["--model", path, "--data", cfg.data])
     rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
     losses = [float(loss) for loss, _ in rows]
-    assert losses[0] == pytest.approx(validation_loss(model, cfg.data), abs=6e-5)
+    val = tg.ValLoader(model.cfg, tg.find_shards(cfg.data, "val"))
+    windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
+    assert losses[0] == pytest.approx(tg.validate(model, val, tg.Exchange(0, 1), windows), abs=6e-5)
     assert max(losses[1:]) < losses[0] - 1  # the model has learned nothing
     assert rows[1][1] == f"{sum(stage.steps * stage.batch_tokens for stage in cfg.stages):,}"
     assert "35,200" < rows[3][1] < "35,500"  # of 36,000

@@ -196,6 +196,16 @@ def test_a_script_must_be_committed_before_a_race(ready):
     assert run(ready, f"old.py {race}", 1) == [] and "fatal: not a git repository" in run.text
 
 
+def test_a_tiny_race_is_a_rehearsal(ready):
+    """Of any script: it need not be committed. No log has a name, and no referee follows."""
+    subprocess.run("git init -q", shell=True, cwd=ready, check=True)
+    commands = run(ready, "old.py --against train_gpt.py --tiny --name Idea --data .")
+    assert commands == [
+        f"{STANDALONE}2 {script} --seed=0 {TINY} --preset=cpu --data=."
+        for script in ("old.py", "train_gpt.py")
+    ]
+
+
 def test_seeds_count_up_and_a_table_of_named_runs_follows(ready):
     commands = run(ready, "--runs 2 --seed 8 --name Idea")
     assert re.findall(r"run .*--seed=(\d+)", "\n".join(commands)) == ["8", "9"]
@@ -258,7 +268,6 @@ WRONG = {
     "--against none.py --name X": "none.py",
     "--against old.py": "--name",
     "--against old.py --name X --resume a.txt": "--resume",
-    "--against old.py --name X --tiny": "--tiny",
 }
 
 
