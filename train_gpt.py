@@ -2106,6 +2106,7 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
     own content anyway.
     """
+    # Products are upcast, not factors: compiled code would keep fp32 copies of these. It rounds no product.
     square = upcast(v.square()).sum(-1, keepdim=True)
     along = upcast(y * v).sum(-1, keepdim=True) / square.clamp_min(1e-8)
     return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
@@ -5390,7 +5391,8 @@ class Field(NamedTuple):
         try:
             value = choices[text.lower()] if choices else self.type(text)
         except (KeyError, ValueError):
-            kinds = " or ".join(filter(None, choices)) or self.type.__name__
+            number = "a whole number" if self.type is int else "a number"
+            kinds = " or ".join(filter(None, choices)) or number
             raise UserError(f"--set {name}={text}: give {kinds}") from None
         require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} to {self.high:g}")
         return value
