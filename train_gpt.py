@@ -38,7 +38,7 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
 table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), F the
-MLP's width, L the layers, V the padded vocabulary, K the targets of a token or the orders of n-grams. Dq and
+MLP's width, L the layers, V the padded vocabulary, K the targets of a token or its rows of n-grams. Dq and
 Dv are the widths of a head's queries and values. In code, F is torch.nn.functional.
 
 The stream is the residual stream, and x0 its beginning: the tokens' embeddings, smeared and normed. A bank
@@ -143,39 +143,42 @@ class Layer:
     # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
     narrow_qk: bool = False
     narrow_v: bool = False
-    key_shift: bool = False  # half of each key comes from the token before
+    # Half of each key comes from the token before. Only in plain layers without narrow_qk.
+    key_shift: bool = False
     value: bool = False  # a value embedding, from a table of its own, is added to this layer's values
-    xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
+    # Exclusive self-attention: heads lose what lies along their own token's value. Only in plain layers.
+    xsa: bool = False
     gate: bool = False  # each head's output is gated
     x0: bool = False  # a gated share of x0 is added to the stream
     # A gated share of the n-grams' sum is added to the stream; in layer 0 before attention reads it.
     ngram: bool = False
     mlps: int = 1  # how many; all read the same input
     # MUDD: a small MLP computes weights for each token. Earlier streams, times these weights, are added to
-    # this layer's values and to its stream.
+    # this layer's values and to its stream. One layer may have it, with `value`.
     mudd: bool = False
 
 
 LAYERS = (
-    Layer("paired", narrow_qk=True, x0=True, ngram=True),
-    Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, ngram=True),
-    Layer("paired", narrow_qk=True, value=True, x0=True),
-    Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-    Layer("", x0=True, ngram=True),
-    Layer("paired", narrow_qk=True, x0=True, ngram=True),
-    Layer(""),
-    Layer("", x0=True, mlps=0),
-    Layer("plain", narrow_qk=True, narrow_v=True, value=True, mlps=2),
-    Layer("", ngram=True),
-    Layer("plain", "long", key_shift=True, value=True, gate=True, mudd=True),
+    Layer("paired", narrow_qk=True, x0=True, ngram=True),  # 0
+    Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, ngram=True),  # 1
+    Layer("paired", narrow_qk=True, value=True, x0=True),  # 2
+    Layer("plain", "long", key_shift=True, xsa=True, gate=True),  # 3
+    Layer("", x0=True, ngram=True),  # 4
+    Layer("paired", narrow_qk=True, x0=True, ngram=True),  # 5
+    Layer(""),  # 6
+    Layer("", x0=True, mlps=0),  # 7
+    Layer("plain", narrow_qk=True, narrow_v=True, value=True, mlps=2),  # 8
+    Layer("", ngram=True),  # 9
+    Layer("plain", "long", key_shift=True, value=True, gate=True, mudd=True),  # 10
 )
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Attention windows, in units of Config.window_unit tokens.
+    """Attention windows, in units of Config.window_unit tokens before the query's own.
 
-    Another one needs a default here, and its name in Layer.window. Rotary embedding knows only these two.
+    In paired layers they count rows, two for each token, and so reach half as far. Another one needs a
+    default here, and its name in Layer.window. Rotary embedding knows only these two.
     """
 
     short: Positive
@@ -210,14 +213,15 @@ class ParamSpec:
     name: str
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    # small: autograd sums the gradient. Small parameters with equal betas, dtype, update_every and reduction
-    #     are exchanged and updated as one vector.
+    # small: autograd sums the gradient. Small parameters with equal optimizer, betas, dtype, update_every and
+    #     reduction are exchanged and updated as one vector.
     # matmul: lm_head, whose gradient the head's backward sums in main_grad.
     # bank: a stack of matrices, padded so that each rank owns equally many. The backwards of matrix products
     #     sum its gradient in main_grad. GPT.layer_weights() gives its matrices to the layers.
     # tokens: a table, of which each token selects a row. GPT.trunk finds the rows in looked_up[name].
-    # hashed: bigram_embed alone, of which a bigram's hash selects a row. GPT.ngram_sums reads one such table;
-    #     another needs a field of MicroBatch with its rows, and its name in SELECTORS.
+    # hashed: bigram_embed alone, of which a bigram's hash selects a row. Another such table needs a kind of
+    #     its own, also in is_table, SELECTORS and CLASSES, rows from make_micro_batch() in a field of
+    #     MicroBatch, their segments in Prefetcher._build, and a look-up like GPT.ngram_sums.
     # In what autograd differentiates only small parameters may be read as self.NAME: others get no gradient.
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
@@ -296,7 +300,8 @@ class WeightAverage:
     offset: int = 0
     also: tuple[Steps, ...] = ()
     last_rate: Rate = 0.0  # of the last tick; 0: `rate`
-    keep_norm: bool = True  # averages are shorter: the parameter is scaled to the norm it had before
+    # Averages are shorter: the parameter is scaled to the norm it had before, if one of its rows says so.
+    keep_norm: bool = True
 
 
 # Record 92's. Some parameters have two rows: the second row starts from what the first one wrote. The record
@@ -549,6 +554,7 @@ CPU = replace(
     length=1.0,
     # fmt: off
     stages=(
+        #  steps batch docs windows      lr_mul
         Stage(34, 2048, 256, Windows(3, 9), 1.00),
         Stage(58, 4096, 512, Windows(4, 10), 1.52),
         Stage(55, 4096, 512, Windows(5, 11), 1.73),
@@ -606,6 +612,7 @@ WORDS = replace(
     length=1.0,
     # fmt: off
     stages=(
+        #  steps batch docs windows      lr_mul
         Stage(81, 1024, 256, Windows(3, 9), 1.00, sampled_columns=(4096,)),
         Stage(40, 2048, 512, Windows(4, 10), 1.52, sampled_columns=(4096,)),
         Stage(38, 2048, 512, Windows(5, 11), 1.73, sampled_columns=(4096,)),
@@ -687,7 +694,7 @@ def part_at(t: float, parts: tuple):
     return parts[int(t * len(parts))] if parts else 0
 
 
-FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than FP8's margin in a step
+FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than FP8_WEIGHT_MARGIN a step
 
 
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
@@ -973,9 +980,9 @@ class MicroBatch(NamedTuple):
     hashed_rows: Tensor
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
     # (n,) int32: 0, the ends of the documents or of the pieces that attention cuts them into, then T, which
-    # repeats up to a fixed length
+    # repeats up to a usual length
     cu_seqlens: Tensor
-    max_doc_len: int  # bound on such a document's length
+    max_doc_len: int  # a bound on the distance of two of these: flash_attention's max_seqlen
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
     # By the field above that has the ids. Those of n-grams are slots, all others are rows. Packed apart from
@@ -1526,7 +1533,7 @@ class GPT(nn.Module):
         self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
 
     def allocate_fp8(self, world_size: int) -> None:
-        """Allocates the FP8 MLPs' weights, scales and maxima, at fixed addresses.
+        """Allocates the FP8 MLPs' weights, scales and maxima, at fixed addresses; without FP8 no weights.
 
         fp8_weights: FP8MLP.weights and .weights_T of every MLP. fp8_scales: FP8MLP.scales of every MLP,
         (mlps, 3, 2, 1, 1). fp8_amax: FP8MLP.amax. weight_amax: the maxima of fc and proj, (mlps, 2). Losses
@@ -2188,7 +2195,7 @@ class Weight(NamedTuple):
     """A matrix of a bank, or the bank."""
 
     w: Tensor  # (rows, cols)
-    main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
+    main_grad: Tensor | None = None  # w's part of the bank's; None: its gradient is autograd's
     written: Tensor | None = None  # DenseParam.written
 
     def split(self, rows: int) -> Iterator[Weight]:
@@ -2263,7 +2270,7 @@ class MLP(torch.autograd.Function):
 
 
 # ============================================================================================================
-# 8  Operations. Each in one place: its formula, its form in plain torch, and, where it has one, its Triton
+# 8  Operations. Each together: its formula, its form in plain torch, and, where it has one, its Triton
 #    kernel and what launches that, with the same arguments and results. Last, the Backend: a run's choice.
 # ============================================================================================================
 
@@ -2271,8 +2278,9 @@ class MLP(torch.autograd.Function):
 
 
 def is_eager_fp32(x: Tensor) -> bool:
-    """True where nothing fuses passes over memory: fp32 or fp64, not compiled. There norm, mix and rotate
-    have forms by hand, equal up to rounding. An edit of one form needs the same edit of the other.
+    """True for fp32 or fp64 that is not compiled. There norm, mix and rotate have forms by hand, with fewer
+    passes over memory, equal up to rounding. An edit of one form needs the same edit of the other. Elsewhere,
+    too, final_norm() is Norm, and Mix has the backward of each term.
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2311,9 +2319,9 @@ class Norm(torch.autograd.Function):
 def mix(terms: Sequence[Term]) -> Tensor:
     """Sums scales times streams (T, d), from left to right.
 
-    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
-    (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
-    n-grams, each layer can lean on the input again (record 9).
+    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come in other shapes, such
+    as groups of channels (T, groups, d / groups), with scales that broadcast to them. With scales of the
+    stream, a layer's output, x0 and the n-grams, each layer can lean on the input again (record 9).
     """
     if not is_eager_fp32(terms[0][1]):
         # Term by term, but with Mix's backward: autograd's would store dy once more, in the scale's dtype.
@@ -3186,7 +3194,9 @@ def split_gate(z: Tensor, gate_column: Tensor) -> tuple[Tensor, Tensor]:
 # ---- Copy pointer ------------------------------------------------------------------------------------------
 
 # PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
-# attends to sources j, the positions strictly before it in its document and window, and to a sink:
+# attends to sources j, the positions strictly before it in its document and window, and to a sink. D is
+# Config.pointer_dim. Another score needs an edit of pointer_blocks and pointer_grad, of pointer_scores and
+# pointer_grad_kernel, and of GPT.next_token_probs.
 #
 #     score_ij = q_i k_j / sqrt(D),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
 #     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
@@ -3531,8 +3541,8 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations. norm, mix, rotate and dense_attention choose by themselves
-    between forms that differ in rounding only.
+    """A run's implementations of operations. norm, mix, rotate, dense_attention, add_columns and ANVIL's
+    products choose by themselves between forms that differ in rounding only.
     """
 
     attention: Callable = dense_attention
@@ -3543,7 +3553,7 @@ class Backend(NamedTuple):
     softcap_loss: Callable = softcap_loss
     pointer: Callable = pointer
     pointer_grad: Callable = pointer_grad
-    segment_sum_rows: Callable = segment_sum_rows
+    segment_sum_rows: Callable = segment_sum_rows  # Exchange has it, too
     fp8: bool = False
     mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
 
@@ -3573,7 +3583,7 @@ def check_driver() -> None:
 
 
 def select_backend(cfg: Config, device: torch.device) -> Backend:
-    """Returns the implementations that the config names; there are no silent fallbacks.
+    """Returns the implementations that the config names. Only cfg.bf16_mlp falls back in silence.
 
     Raises UserError with the first reason against them here, and a setting that avoids it.
     """
@@ -3642,7 +3652,8 @@ class Optimizer:
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
-                groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
+                alike = spec.optimizer, spec.dtype, spec.betas, spec.update_every, spec.reduction
+                groups[alike].append(spec)
             else:
                 make = CLASSES[spec.kind, spec.exchange]
                 self.params[spec.name] = make(spec, params[spec.name], cfg, exchange)
@@ -3781,10 +3792,9 @@ class Optimizer:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       by products: add_product of lm_head, and    Optimizer.add_rows
-#                   Weight.gradient of banks; tables:
-#                   Optimizer.add_rows; small ones: autograd;
-#                   then end_backward
+#    backward       add_product of lm_head, Weight.gradient     Optimizer.add_rows
+#                   of banks, autograd of small ones; then
+#                   end_backward; then add_rows of tables
 #    scatter        scatter: the mean over ranks begins         scatter
 #    work           update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
@@ -3874,12 +3884,12 @@ class ShardedParam(Trainable):
                 self.averages.append(RunningAverage(i, average, value))
 
     def end_backward(self) -> None:
-        """Ends a micro-batch's backward.
+        """Ends a micro-batch's backward, after which tables get their gradients.
 
-        For wrappers such as Megatron's, which set a parameter's attribute grad_added_to_main_grad: by
-        TransformerEngine's contract (its PR 2871) it becomes True, and autograd gets an uninitialized
-        gradient: hooks that wait for one then run, and drop it. This is here, and not in the backward of each
-        product, because a compiled backward gives all its results at its end.
+        Here it only serves wrappers such as Megatron's, which set a parameter's requires_grad and attribute
+        grad_added_to_main_grad: by TransformerEngine's contract (its PR 2871) it becomes True, and autograd
+        gets an uninitialized gradient: hooks that wait for one then run, and drop it. This is not in the
+        backward of each product, because a compiled backward gives all its results at its end.
         """
         if hasattr(self.p, "grad_added_to_main_grad"):
             self.p.grad_added_to_main_grad = True
@@ -3933,9 +3943,9 @@ class ShardedParam(Trainable):
 
 
 class SmallParams(ShardedParam):
-    """Small parameters with equal betas, dtype, interval and reduction, as parts of one vector, which is
-    exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad of each
-    is a part.
+    """Small parameters with equal optimizer, betas, dtype, interval and reduction, as parts of one vector,
+    which is exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad
+    of each is a part. Their rule must apply state["muls"], as adam() does.
     """
 
     def __init__(
@@ -4207,8 +4217,9 @@ CLASSES: dict[tuple[str, str], Callable] = {
 
 
 # ============================================================================================================
-# 11  Update rules. In place, on one block, in at least fp32. Another rule is init, update, and an entry of
-#     OPTIMIZERS. A block of a bank is whole matrices; of lm_head or a table it is some of the rows.
+# 11  Update rules. In place, on one block, in at least fp32, but ANVIL's orthogonalization is in
+#     Config.bank_dtype. Another rule is init, update, and an entry of OPTIMIZERS. A block of a bank is whole
+#     matrices; of lm_head or a table it is some of the rows.
 # ============================================================================================================
 
 
@@ -5686,7 +5697,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of initial weights, signs and samples (default: %(default)s)"
+    )
     parser.add_argument(
         "--set",
         action="extend",
