@@ -226,6 +226,16 @@ def test_profile(folder):
     assert {name for name in names if name.startswith("ProfilerStep#")} == steps
 
 
+@pytest.mark.parametrize("named, start, first", [(6, 0, 6), (6, 4, 6), (2, 4, 5), (99, 4, 16)])
+def test_four_steps_are_profiled(named, start, first, monkeypatch):
+    """They follow the named one of 20 steps, or are the last ones, also if the run goes on after a step."""
+    monkeypatch.setattr(tg, "TRACING", False)
+    profiler = tg.trace_steps(SimpleNamespace(profile=named), Path("trace"), start, 20)
+    actions = {step: profiler.schedule(step - start).name for step in range(start, 20)}
+    recorded = [step for step, action in actions.items() if action.startswith("RECORD")]
+    assert recorded == list(range(first, first + 4))
+
+
 @pytest.mark.parametrize("module", ("json", "torch"))
 def test_a_file_beside_the_script_with_a_modules_name_is_a_line(tmp_path, module):
     (tmp_path / "train_gpt.py").write_text(SOURCE, encoding="utf-8")
