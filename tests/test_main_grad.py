@@ -159,6 +159,19 @@ def test_write_grad(written):
     torch.testing.assert_close(main_grad.double(), want, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_write_grad_in_fp8(written):
+    """Writes a product of codes times both scales, or adds it: rounded once. All sums are exact in fp32."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randint(-8, 9, (2, 16, 256), generator=g).float()
+    old = (torch.randint(-99, 100, (16, 16), generator=g) / 8).bfloat16()
+    main_grad = old.clone()
+    scales = torch.tensor(0.5), torch.tensor(0.25)
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    tg.write_grad(main_grad, a8.T, b8.T, scales, torch.tensor(written))
+    assert torch.equal(main_grad, (old * written + a @ b.T / 8).bfloat16())
+
+
 def test_mlp_in_bf16():
     """Roundings of 2^-9 leave an fp32 MLP near its fp32 result; its gradients are fp32, and summed."""
     fc = randn(24, 8, seed=1).float()
