@@ -137,6 +137,11 @@ def test_the_table_is_the_reference(workers, cfg, world_size, microbatches, dtyp
     assert 300 < changed.sum() < len(changed)
 
 
+def test_rows_are_updated_before_all_parameters():
+    """So the rows that the next step reads are on their way while parameters are updated."""
+    assert tg.NgramTable.update_order < min(row.update_order for row in tg.PARAMS)
+
+
 # ----------------------------------------------------------------------------------------------------- memory
 
 

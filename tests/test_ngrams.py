@@ -209,3 +209,14 @@ def test_slots_of_ngrams_are_their_places_in_the_exchange(world_size):
         assert plan.local_rows.tolist() == [row // world_size for row in plan.rows.tolist()]
         assert slots.dtype == torch.int32
         assert plan.rows[slots].tolist() == rows
+
+
+def test_a_rank_has_room_for_all_rows_between_two_updates():
+    """Each of its tokens in four steps may touch a row of each range, but a range may have fewer rows."""
+    ngrams = replace(BASE.ngrams, update_every=(2, 4))
+    ranges = len(ngrams.orders)
+    tokens = 4 * max(stage.batch_tokens for stage in BASE.stages) // 2
+    for rows in (tokens - 1, tokens + 1):
+        cfg = replace(BASE, ngrams=replace(ngrams, rows_per_order=rows))
+        touched, block = tg.ngram_bounds(cfg, 2)
+        assert touched == ranges * min(tokens, rows) and 2 * block - ranges * rows in (0, 1)
