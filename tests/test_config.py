@@ -140,6 +140,7 @@ def test_param_shapes(world_size):
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""
     cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
+    cfg = replace(cfg, pointer_dim=1024)
     one = tg.GPT(cfg, 1, seed=5).requires_grad_(False)
     eight = tg.GPT(cfg, 8, seed=5).requires_grad_(False)
     other = tg.GPT(cfg, 1, seed=6).requires_grad_(False)
@@ -154,11 +155,13 @@ def test_initial_values():
         (one.mlp_bank[::2], bank_bound),
         (one.mudd_w1, unit),  # Kaiming's uniform distribution
         (one.mudd_gate_w1, unit),
+        (one.pointer_bank, math.sqrt(3) * unit),
     ):
         assert 0.99 * bound < p.abs().max() <= bound and abs(p.mean()) < 0.01 * bound
         assert p.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
+    assert one.pointer_sink.std().item() == pytest.approx(1024**-0.5, rel=0.1)
     zeros = one.bigram_embed, one.ve_gate_bank, one.smear_gate, one.mudd_w2, one.mudd_gate_w2
     for p in zeros + (one.mlp_bank[1::2],):
         assert not p.any()
@@ -167,6 +170,7 @@ def test_initial_values():
         (one.mudd_b2[0] * 0.1, [0] * 6 + [2, 2, root, 1, 0, 0.05, root, 1]),
         (one.mudd_b2[1] * 0.1, [0, -0.5] + [0] * 12),
         (one.mudd_gate_scale, [0.1]),
+        (one.pointer_gain, [1]),
         (one.scalars, [0.5, 1.0] * 11 + [0.0, -1.5]),
         (one.post_lambdas.flatten(), [1] * 22),
         (one.resid_lambdas.flatten(), [root] * 22),
