@@ -5339,8 +5339,8 @@ class Prefetcher:
         if self.cfg.ngrams.orders:
             distinct_rows = []  # of each micro-batch
             for batch in interval_batches:
-                for micro_batch in batch.micro_batches:
-                    distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
+                for unpacked in batch.micro_batches:
+                    distinct_rows.append(unpacked.segments["hashed_rows"].ids)
             merged = make_segments(torch.cat(distinct_rows))
             interval_batches[0].routes["ngrams"], slots = route_ngrams(self.exchange, merged.ids.numpy())
             slots_by_place = list_ids(merged._replace(ids=slots), (-1,))
@@ -5348,11 +5348,11 @@ class Prefetcher:
         finished = []
         for batch in interval_batches:
             packed = []
-            for micro_batch in batch.micro_batches:
+            for unpacked in batch.micro_batches:
                 if self.cfg.ngrams.orders:
-                    micro_batch = assign_slots(micro_batch, next(slots_of_micro_batches))
-                segments = pack(micro_batch.segments)
-                packed.append(pack(micro_batch._replace(segments={}))._replace(segments=segments))
+                    unpacked = assign_slots(unpacked, next(slots_of_micro_batches))
+                segments = pack(unpacked.segments)
+                packed.append(pack(unpacked._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
 
