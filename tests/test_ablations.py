@@ -297,7 +297,7 @@ def test_an_end_ends_the_runs(tmp_path, how):
         assert errors.endswith("ablations.py: interrupted\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_runs_and_one_that_fails(tmp_path, monkeypatch, capsys):
     """With the script itself and with a setting. Times are printed for both, of more steps than a run has."""
     monkeypatch.chdir(tmp_path)

@@ -467,7 +467,7 @@ def test_an_installation_ends_with_the_shell_and_begins_again(repository):
 # ---- A real run --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cpu_preset_trains_without_packages_that_only_others_need(repository):
     shutil.copy(ROOT / "train_gpt.py", repository)
     make_corpus(repository / "corpus")

@@ -278,7 +278,7 @@ steps 1 to 1, 1 ranks; milliseconds a step
 # ---- a run of two gloo processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run(tmp_path, capsys):
     """Each section has time on its thread, and sections add up to each step; a validation is among them."""
     make_corpus(tmp_path / "corpus")
