@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./test.sh [--fast | --idea | --all | --cpus] [pytest options or tests]
 #
-# Without arguments: ruff, mypy and all tests but those marked long, in 6 to 7 minutes on two cores. --all:
+# Without arguments: ruff, mypy and all tests but those marked long, in six minutes on two cores. --all:
 # those, too, in a quarter of an hour. --fast: tests under a second each, in two minutes. --idea: of these,
 # those that still hold when the model, the optimizer or the schedule has changed. --cpus: tests of numbers,
 # as older CPUs compute them. Of a named file all tests run. The environment is run.sh's, with what tests
