@@ -5,7 +5,7 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 say() { echo "$(basename "$0"): $*"; }
 die() { say "$*" >&2; exit 1; }
-works() {   # CODE: without what lies in this folder; if it fails, `problem` says why
+works() {   # CODE, which imports nothing of this folder; if it fails, `problem` says why
     problem=$(PYTHONSAFEPATH=1 "$python" -c "$1" 2>&1 | tail -n 1)
 }
 pip_install() { "${tied[@]}" "$python" -m pip install -qq --disable-pip-version-check "$@"; }
