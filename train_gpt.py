@@ -3463,12 +3463,18 @@ def segment_sum_rows_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Sums a chunk of a row over its positions, in their order, with UNROLL loads in flight."""
-    i = tl.program_id(0)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Sums a chunk of a row over its positions, in their order. UNROLL loads are in flight.
+
+    All chunks of a row begin before the next row's. In GPT-2's vocabulary frequent tokens have low rows, so
+    the rows with the most positions begin first, and no other block waits for them at the end.
+    """
+    chunks = tl.cdiv(columns, BLOCK)
+    i = tl.program_id(0) // chunks
+    cols = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(first, last, UNROLL):
+    # Unrolled once more: in long rows the next loads begin before all of these have arrived.
+    for start in tl.range(first, last, UNROLL, loop_unroll_factor=4):
         for k in tl.static_range(UNROLL):
             at = start + k
             pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
@@ -3493,7 +3499,7 @@ def triton_segment_sum_rows(
         return
     out, grad = out.flatten(1), grad.flatten(1)
     columns = out.size(1)
-    grid = len(segments.ids), triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"])
+    grid = (len(segments.ids) * triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"]),)
     segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
 
 
