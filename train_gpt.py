@@ -21,9 +21,9 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Helpers      a user's errors, labels in traces, compilation, CUDA graphs, dtypes
     5  Step         what a batch holds; train_step, forward_backward, validate
-    6  Model        shapes and initial values of parameters; GPT: embeddings, layers, the head with its loss
+    6  Model        GPT: embeddings, layers, the head with its loss; shapes and initial values of parameters
     7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
-    8  Operations   in plain torch, five with Triton kernels: norm, rotary embedding, attention, FP8, squared
+    8  Operations   in plain torch, some with Triton kernels: norm, rotary embedding, attention, FP8, squared
                     ReLU, loss, copy pointer, rows of tables; the backend of a run, which chooses
     9  Optimizer    scatter, work and gather of all that is updated, in explicit orders
     10 Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
@@ -99,7 +99,7 @@ try:
     from tqdm import tqdm
 except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
     raise SystemExit(
-        f"train_gpt.py: {error}; ./run.sh installs what is missing; no file here may be called like a module"
+        f"train_gpt.py: {error}; ./run.sh installs what is missing; a file here with a module's name must go"
     ) from None
 
 try:
@@ -124,8 +124,8 @@ Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer",
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
-# Config.length rescales every field of these two types. A Rate is the fraction by which a running average
-# moves at each tick.
+# Config.length rescales every field of these two types. A Rate is the fraction by which a WeightAverage moves
+# at each tick. What averages gradients, such as betas and slow_rate, is a Fraction, and stays as it is.
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 Rate = Annotated[float, 0, 1, "rate"]
 # A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
@@ -177,8 +177,9 @@ LAYERS = (
 class Windows:
     """Attention windows, in units of Config.window_unit tokens before the query's own.
 
-    In paired layers they count rows, two for each token, and so reach half as far. Another one needs a
-    default here, and its name in Layer.window. Rotary embedding knows only these two.
+    In paired layers they count rows, two for each token, and so reach half as far. A third window is a field
+    with a default, which stages have that do not name it, and its name in Layer.window. Its layers keep the
+    rotary tables that follow `long` (wide heads) or `short` (narrow heads).
     """
 
     short: Positive
@@ -195,7 +196,7 @@ class Softcap:
     see.
     """
 
-    scale: Annotated[float, 1, 80] = 23.0  # exp(80) is finite in fp32
+    scale: Annotated[float, 1, 77] = 23.0  # the sum of exp(77) over 50,304 columns is finite in fp32
     shift: float = 5.0
     span: Annotated[float, 1, 1e3] = 7.5
 
@@ -228,7 +229,7 @@ class ParamSpec:
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number. No result depends on it.
     update_order: int = 0
-    optimizer: str = "adam"  # a name in OPTIMIZERS
+    optimizer: str = "adam"  # a name in UPDATE_RULES
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
     update_every: UpdateInterval = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
@@ -254,10 +255,11 @@ PARAMS = (
     Bank("narrow_qk_bank"),
     Bank("vo_bank"),
     Bank("mlp_bank", matrix_lr_mul=(1.0, 2.0)),
+    # ve_gate_bank and pointer_bank are stacks of matrices, too, but small: their kind is not "bank".
     ParamSpec("scalars",          5.00,   0, dtype="float32"),
     ParamSpec("smear_gate",       0.01,   0),
     ParamSpec("ve_gate_bank",     1.00,   1),
-    # Two small MLPs each, which compute weights of streams, and gates (see TO_LAYER).
+    # Two small MLPs, mudd_*, compute weights of streams, and two others, mudd_gate_*, gates (see TO_LAYER).
     ParamSpec("mudd_w1",          0.25,   1),
     ParamSpec("mudd_w2",          0.25,   1),
     ParamSpec("mudd_b2",          0.25,   0),
@@ -300,7 +302,8 @@ class WeightAverage:
     offset: int = 0
     also: tuple[Steps, ...] = ()
     last_rate: Rate = 0.0  # of the last tick; 0: `rate`
-    # Averages are shorter: the parameter is scaled to the norm it had before, if one of its rows says so.
+    # An average has a smaller norm than the parameter. If one of a parameter's rows says so, it is scaled to
+    # the norm that it had before.
     keep_norm: bool = True
 
 
@@ -349,7 +352,9 @@ class Stage:
     steps: Steps
     batch_tokens: Positive  # over all ranks and micro-batches
     max_doc_len: Positive  # documents are cut to this many tokens
-    windows: Windows  # GPT.rotary_family reads these, too: windows for each step need rotary tables for each
+    # Rotary tables follow these, and change once a stage. Windows that change within a stage need an edit of
+    # GPT.use_rotary.
+    windows: Windows
     lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
     # Later tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle
@@ -367,6 +372,10 @@ class Stage:
 class Config:
     """Holds one run's settings. Defaults: the 1050-step record preset, of which other presets are copies with
     `replace`.
+
+    A new switch also needs a row of ADDED in evals/saved_model.py, for models saved before, and one of PARTS
+    in tests/test_switches.py. Constants that are no settings stand beside their use: GATE_DIM, MUDD_SCALE,
+    initial values (param_table), the FP8 scales (FP8_*), COLUMN_STRIDE.
     """
 
     # data and goal
@@ -403,10 +412,10 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 8). Its width, 0: no pointer; and how many tokens it looks back.
-    pointer_dim: int = 128
-    pointer_window: Positive = 2560
-    pointer_val_window: Positive = 16384
+    # softmax (section 8).
+    pointer_dim: int = 128  # the width of its queries and keys; 0: there is no pointer
+    pointer_window: Positive = 2560  # how many tokens it looks back in training
+    pointer_val_window: Positive = 16384  # and in validation and samples
     window_unit: Positive = 128
     # In training, attention and the copy pointer cut longer documents into pieces of so many tokens; 0: they
     # cut none.
@@ -437,7 +446,8 @@ class Config:
     # fmt: on
     # The last part of the steps before the last stage, in which the rate falls to the last stage's.
     cooldown_frac: Fraction = 0.80
-    momentum_min: Fraction = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
+    # Nesterov's, min at both ends of the run. While the loss falls fast old gradients mislead (record 9).
+    momentum_min: Fraction = 0.85
     momentum_max: Fraction = 0.93
     momentum_warmup: Steps = 240  # steps from min to max
     momentum_cooldown: Steps = 50  # last steps, back towards min
@@ -447,10 +457,12 @@ class Config:
     # The optimizer.
     params: tuple[ParamSpec, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
-    # Of what Adam updates, all parameters but banks:
+    # Of what Adam updates, all parameters of another kind than bank:
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
-    adam_wd: float = 0.005  # a step's decay is adam_wd * ParamSpec.wd_mul * (the rate)^2
+    # An update's decay is adam_wd * ParamSpec.wd_mul * (the rate)^2, whatever the first number of
+    # update_every. Once updates are rarer than at first, it is as many times that.
+    adam_wd: float = 0.005
     # Of what ANVIL updates, the banks, down to fast_weight:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
@@ -462,9 +474,9 @@ class Config:
     # ANVIL has two running averages of the gradients, a fast and a slow momentum. A step moves the slow
     # one by this share towards its gradient.
     slow_rate: Fraction = 0.02
-    # Before this step the momentum is the fast average alone, with the scheduled decay, and the slow one only
-    # decides where weight decay acts. From it on the momentum is the mean of both, with this decay and this
-    # weight of the fast one.
+    # Before this step Nesterov's rule takes the fast average alone, whose decay is the scheduled momentum,
+    # while the slow one only decides where weight decay acts. From this step on it takes a mean of both, in
+    # which the fast one has this decay and this weight. The rule's own factor stays the scheduled momentum.
     two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
@@ -694,9 +706,6 @@ def part_at(t: float, parts: tuple):
     return parts[int(t * len(parts))] if parts else 0
 
 
-FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than FP8_WEIGHT_MARGIN a step
-
-
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
     """Returns the factor of the learning rates: the stage's, and over the last cooldown_frac of the steps
     before the last stage a mean of that and the last stage's, with ever more of the last.
@@ -786,7 +795,8 @@ def warmup_steps(cfg: Config) -> list[range]:
     the first with its stage, number of sampled columns, prefixes or none, and late updates or none.
 
     From the last stage's start on four: the first two untie embed, the others update it on its own. All begin
-    at even steps, if need be one earlier: then gradients overwrite or add to those before as in the run.
+    at even steps, if need be one earlier: with an update after every step or every second, gradients then
+    overwrite or add to those before as in the run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -932,8 +942,8 @@ def upcast(x: Tensor) -> Tensor:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x in this dtype, for forwards of autograd Functions that are compiled.
 
-    There to() would give an x of the same dtype a second name, and torch 2.11 may lose the gradients of such
-    (pytorch issue 180642).
+    There to() of the same dtype would return x itself, and torch 2.11 may lose the gradients of a result that
+    is an argument, too (pytorch issue 180642).
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -1021,8 +1031,8 @@ class Segments(NamedTuple):
 class RowRoutes(NamedTuple):
     """Where a table's touched rows go in an all-to-all: their gradients to their owners (section 12).
 
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
-    of n-grams take the same ways back, from their owners, before that.
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
+    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
     """
 
     input_splits: list[int]  # how many rows this rank sends to each owner
@@ -1035,8 +1045,9 @@ class RowRoutes(NamedTuple):
 def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, next_batch: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
-    """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
-    With sampled columns it is the loss over these alone, which is lower.
+    """Trains on one batch. Returns this rank's loss for the log, a weighted mean over targets: 0-d, on the
+    device. It is lower than a validation's with sampled columns, over which alone it is, and with prefixes,
+    as a missing target counts as 0.
 
     `next_batch()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
@@ -1181,52 +1192,9 @@ class AsyncLoss:
 
 
 # ============================================================================================================
-# 6  Model. Its parameters' shapes and initial values; GPT with its layers, embeddings and head;
-#    then functions of the forward and of the loss's targets.
+# 6  Model. GPT with its layers, embeddings and head; functions of the forward and of the loss's targets;
+#    then gates, and the parameters' shapes and initial values.
 # ============================================================================================================
-
-
-class Gate(NamedTuple):
-    """One of the gates, linear and without a sigmoid, that the MLPs "mudd_gate" compute for each token.
-
-    Another is a field of Layer, a line of gate_table(), and its use. The gates of the smear, of the value
-    embeddings and of the pointer are others.
-    """
-
-    # xsa (behind a tanh), output, x0, ngram, or skip (times a learned factor). The layer's part that uses it
-    # finds it as gates[use, layer].
-    use: str
-    layer: int
-    columns: int  # one, or one a head
-    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
-
-
-def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
-    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
-
-    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it.
-    """
-    early: list[Gate] = []
-    late: list[Gate] = []
-    layers = []  # each layer's number, the layer itself, and the table of its gates
-    for i, layer in enumerate(cfg.layers):
-        table = late if i > cfg.skip_from else early
-        layers.append((i, layer, table))
-    for i, layer, table in layers:
-        if layer.xsa:
-            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
-    for i, layer, table in layers:
-        if layer.gate:
-            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
-    for i, layer, table in layers:
-        if layer.x0:
-            table.append(Gate("x0", i, columns=1, bias=0.0))
-        if layer.ngram:
-            table.append(Gate("ngram", i, columns=1, bias=0.5))
-    if cfg.skip_to < len(cfg.layers):
-        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
-    return early, late
 
 
 # A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
@@ -1235,206 +1203,15 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
 LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
 
 
-def adds_before_mlps(layer: Layer, i: int) -> bool:
-    """True if something is added to the stream of layer i before its MLPs."""
-    return bool(layer.attention) or layer.x0 or (layer.ngram and i > 0)
-
-
-def used_scalars(cfg: Config) -> list[LayerScalars]:
-    """Returns which of its scalars each layer uses."""
-    used = []
-    for i, layer in enumerate(cfg.layers):
-        attends = bool(layer.attention)
-        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
-        scalars = LayerScalars(
-            qkv=attends,
-            out=attends,
-            resid_attention=has_own and adds_before_mlps(layer, i),
-            resid_mlp=has_own,
-            post_attention=has_own and attends,
-            post_mlp=has_own and layer.mlps > 0,
-        )
-        used.append(scalars)
-    return used
-
-
 # The parameters of two small MLPs are stacked along their first axis.
 # "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
 TO_LAYER, TO_HEAD = 0, 1
 # "mudd_gate" computes gates, of all kinds: of the layers up to skip_from, and of those after it.
 EARLY, LATE = 0, 1
 
-MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# The outputs of the first of MUDD's MLPs, and their initial biases divided by MUDD_SCALE. Each is one token's
-# weight of one stream; x is the layer's own.
-MUDD_WEIGHTS = {
-    "first to value": 0,
-    "backout to value": 0,
-    "x to value": 0,
-    "first": 0,
-    "backout": 0,
-    "x": 0,
-    "left value": 20,  # the value embedding of the first half of the heads
-    "right value": 20,
-    "resid_attention": RESID_BIAS,  # this and the next, and the last two, in place of LayerScalars'
-    "post_attention": 10,
-    "first after": 0,  # added with attention's output
-    "ngram after": 0.5,
-    "resid_mlp": RESID_BIAS,
-    "post_mlp": 10,
-}
-
-
-def mix_streams(cfg: Config) -> dict[str, float]:
-    """Returns the streams that the mix before the head weighs, by the names that GPT.trunk saves them under,
-    and the initial biases of their weights, divided by MUDD_SCALE.
-    """
-    tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    values = {f"value {i}": 0.0 for i in range(tables)}
-    # The backout is taken off: it served only middle layers (PR 140).
-    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
-    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
-
-
-def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    gates: tuple[list[float], list[float]] = ([], [])
-    for biases, table in zip(gates, gate_table(cfg)):
-        for gate in table:
-            biases.extend(gate.columns * [gate.bias])
-    return {"mudd": (list(MUDD_WEIGHTS.values()), list(mix_streams(cfg).values())), "mudd_gate": gates}
-
-
-# Draws an initial value of this shape, on the CPU.
-Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
-
-
-def constant(value: float) -> Draw:
-    return lambda shape, generator: torch.full(shape, value)
-
-
-def normal(std: float) -> Draw:
-    return lambda shape, generator: std * torch.randn(shape, generator=generator)
-
-
-def uniform(std: float, inputs: int) -> Draw:
-    """std: for one input; of `inputs` it is divided by their root."""
-    bound = math.sqrt(3) * std * inputs**-0.5
-    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-
-def given_rows(*values: list[float]) -> Draw:
-    """Draws nothing: the rows are given, shorter ones padded with 0."""
-    tensors = [torch.tensor(row) for row in values]
-    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
-
-
-def first_of_pairs(draw_all: Draw) -> Draw:
-    """The second matrices of pairs are 0: a layer begins without MLP."""
-
-    def draw(shape, generator):
-        value = draw_all(shape, generator)
-        value[1::2] = 0
-        return value
-
-    return draw
-
-
-def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
-    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
-
-    One with a size of 0 is of a technique that is off: it does not exist.
-    """
-    d = cfg.dim
-    H = cfg.heads
-    D = cfg.head_dim
-    L = len(cfg.layers)
-    V = cfg.padded_vocab
-    attending = [layer for layer in cfg.layers if layer.attention]
-    narrow = sum(layer.narrow_qk for layer in attending)
-    wide = len(attending) - narrow
-    mlps = sum(layer.mlps for layer in cfg.layers)
-    value_tables = sum(layer.value for layer in attending)
-    value_gates = sum(layer.value and not layer.mudd for layer in attending)
-    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The mix before the head weighs each stream as a whole and by groups of its channels.
-    biases = small_mlp_biases(cfg)
-    streams = len(mix_streams(cfg))
-    mudd_biases = max(len(MUDD_WEIGHTS), streams)
-    mudd_outputs = max(len(MUDD_WEIGHTS), streams * (1 + cfg.mix_groups))
-    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
-    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
-    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
-    zeros = constant(0.0)
-    # Of each layer the factors of its QKV and of its output products; only values feel the first, as queries
-    # and keys are normed. Then the factor of the smear, and the skip's before its sigmoid.
-    scalars = [0.5, 1.0] * L + [0.0, -1.5]
-    return {
-        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
-        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
-        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
-        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
-        "scalars": ((2 * L + 2,), given_rows(scalars)),
-        "smear_gate": ((1, GATE_DIM), zeros),
-        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
-        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
-        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
-        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
-        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
-        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
-        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
-        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
-        "post_lambdas": ((L, 2), constant(1.0)),
-        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
-        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
-        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
-        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
-        "lm_head": ((d, V), normal(0.005)),
-        "bigram_embed": ((bigrams, d), zeros),
-        "value_embeds": ((V, value_tables, d), normal(0.01)),
-        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
-    }
-
-
-def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter that this model has, in the order of cfg.params.
-
-    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
-    """
-    table = param_table(cfg)
-    rows = {spec.name for spec in PARAMS}
-    require(rows <= table.keys(), f"{rows - table.keys()}: give each a line of param_table()")
-    require(rows == table.keys(), f"{table.keys() - rows}: give each a row of PARAMS")
-    shapes = {}
-    for spec in cfg.params:
-        shape, _ = table[spec.name]
-        if all(shape):
-            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
-            shapes[spec.name] = (first, *shape[1:])
-    return shapes
-
-
-def used_params(cfg: Config) -> list[ParamSpec]:
-    """Returns the parameter table's rows, without those of parameters that this model lacks."""
-    shapes = param_shapes(cfg, 1)
-    return [spec for spec in cfg.params if spec.name in shapes]
-
-
-def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
-    """Returns a parameter's initial value, drawn on the CPU and without padding."""
-    shape, draw = param_table(cfg)[name]
-    return draw(shape, seeded(name, seed))
-
-
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
 Term = tuple[Tensor | None, Tensor]
 Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, columns) if they are constants
-
-
-# Full turns in a window: frequencies below the first stretch with it, those above the second stay.
-YARN_ALPHA = 1
-YARN_BETA = 32
 
 
 class RotaryFamily(NamedTuple):
@@ -1488,7 +1265,7 @@ class GPT(nn.Module):
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.gate_table = gate_table(cfg)
         self.small_mlp_biases = small_mlp_biases(cfg)
-        self.mix_streams = mix_streams(cfg)
+        self.head_streams = head_streams(cfg)
         self.register_parameters(world_size)
         self.register_constants()
         self.allocate_fp8(world_size)
@@ -1517,7 +1294,7 @@ class GPT(nn.Module):
         self.ngram_key = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
 
     def register_constants(self) -> None:
-        """Allocates what is computed from the config or the data, and not trained."""
+        """Allocates what is not trained, but follows from the config or the data, or is drawn once."""
         cfg, device = self.cfg, self.device
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
@@ -1648,7 +1425,7 @@ class GPT(nn.Module):
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
-        gates = self.gates(EARLY, x0)
+        gates = self.compute_gates(EARLY, x0)
         x = x0
         if cfg.layers[0].ngram:
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
@@ -1692,11 +1469,11 @@ class GPT(nn.Module):
             x = mix([(w.scalars.resid_mlp, x), *mlp_outputs])
             if i == cfg.skip_from:
                 saved["skip"] = x
-                gates |= self.gates(LATE, x)
+                gates |= self.compute_gates(LATE, x)
             if i == cfg.backout_from:
                 saved["backout"] = x
                 saved["normed backout"] = norm(x)
-        streams = [saved[name] for name in self.mix_streams]
+        streams = [saved[name] for name in self.head_streams]
         return final_norm(x, self.small_mlp("mudd", TO_HEAD, x), streams)
 
     def layer_weights(
@@ -1704,9 +1481,9 @@ class GPT(nn.Module):
     ) -> list[LayerWeights]:
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
-        All lie in the order of the layers that use them. vo_bank has a value and an output matrix for each,
-        mlp_bank fc and proj. In the banks of queries and keys it has as many matrices as heads: the first
-        half has all queries and the second all keys, so each matrix has those of two heads.
+        All lie in the order of the layers that use them. vo_bank has a value and an output matrix for each
+        layer, mlp_bank fc and proj for each MLP. qk_bank and narrow_qk_bank have as many matrices for a layer
+        as it has heads: first its queries, two heads a matrix, then its keys.
         """
         cfg = self.cfg
         matrices = {}
@@ -1762,13 +1539,13 @@ class GPT(nn.Module):
     def mudd_connections(
         self, x: Tensor, w: LayerWeights, saved: dict[str, Tensor]
     ) -> tuple[Tensor, LayerWeights, list[Term]]:
-        """Mixes earlier streams into the input x (T, d) of a layer, and into its values, by MUDD_WEIGHTS.
+        """Mixes earlier streams into the input x (T, d) of a layer, and into its values, by MUDD_OUTPUTS.
 
         Returns the layer's stream; its weights, with other values and with scalars for each token; and what
         is added to the stream with attention's output.
         """
         outputs = self.small_mlp("mudd", TO_LAYER, x)[:, :, None]  # (weights, T, 1)
-        m = dict(zip(MUDD_WEIGHTS, outputs.unbind()))
+        m = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
         first, backout = saved["first"], saved["backout"]
         left, right = w.value_embed.chunk(2, 1)
         value = torch.cat([m["left value"] * left, m["right value"] * right], 1)
@@ -1832,15 +1609,16 @@ class GPT(nn.Module):
         v_dim = D // 2 if layer.narrow_v else D
         qk = Linear.apply(h, w.qk, w.qk.w)
         v = Linear.apply(h, w.v, w.v.w)
-        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
-        # With as many scales as norms, compiled code has one kernel for the backward of both.
+        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). They take
+        # the factor out of queries and keys again, so it acts on values alone. It has one number for each
+        # norm, so that compiled code has one kernel for the backward of both.
         scale = w.scalars.qkv[..., None, None].expand(T, 2, heads, 1)
         qk = norm(mix([(scale, qk.view(T, 2, heads, qk_dim))]))
         v = mix([(w.scalars.qkv, v)]).view(T, heads, v_dim)
         if w.value_embed is not None:
-            # Value embeddings: another embedding of the token, added to the values, which the early layers'
-            # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
-            # gated by few channels (PR 186).
+            # Value embeddings: a second embedding of the token is added to the values, so that the stream
+            # need not carry the token up to this layer (records 14, 17; value residuals: Zhou et al. 2024,
+            # arXiv:2410.17897). Few channels compute its gate (PR 186).
             added = w.value_embed.view(T, heads, D)[:, :, :v_dim]
             if w.ve_gate is not None:
                 half = GATE_DIM // 2
@@ -1865,7 +1643,7 @@ class GPT(nn.Module):
             outputs.append((w.scalars.post_mlp, y.to(dtype)))
         return outputs
 
-    def gates(self, which: int, u: Tensor) -> Gates:
+    def compute_gates(self, which: int, u: Tensor) -> Gates:
         """Returns the gates that one of the two gate MLPs computes from u (T, d)."""
         table = self.gate_table[which]
         if not table:
@@ -1877,9 +1655,9 @@ class GPT(nn.Module):
     def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        Without weights they are constants, (k, 1). TO_HEAD, only the first have biases: the weights by groups
-        of channels have none. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in
-        record 85.
+        Without weights they are constants, (k, 1). Of the outputs TO_HEAD, those for whole streams have
+        biases; those for groups of their channels have none. MUDD: Xiao et al. 2025, arXiv:2502.12170,
+        trimmed in record 81; gates by it in record 85.
         """
         biases = len(self.small_mlp_biases[name][i])
         scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
@@ -2079,7 +1857,8 @@ class GPT(nn.Module):
         for old, new in zip(windows[:stage], windows[1:]):
             turns = old * freq / (2 * math.pi)
             ratio = old / new
-            keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
+            # Below 1 full turn in a window a frequency stretches with it, above 32 it stays.
+            keep = ((turns - 1) / (32 - 1)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
             scale *= 0.2 * math.log(new / old) + 1
         positions = torch.arange(2 * self.max_tokens, dtype=freq.dtype, device=device)
@@ -2156,6 +1935,238 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
     """Returns where each of `ids` int64 is among ascending `columns` (P,) int32; -1: absent."""
     at = torch.searchsorted(columns.long(), ids).clamp_max(len(columns) - 1)
     return torch.where(columns[at] == ids, at, -1)
+
+
+# ---- Gates, the small MLPs' outputs; parameters' shapes and initial values ---------------------------------
+
+
+class Gate(NamedTuple):
+    """An output of the MLPs "mudd_gate", used for each token as it is, without a sigmoid.
+
+    Another gate is a field of Layer, a line of gate_table(), and gates[use, i] where it acts: in
+    GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
+    embeddings and the pointer have gates of other kinds, which do not come from here.
+    """
+
+    # xsa (behind a tanh), output, x0, ngram, or skip (times a learned factor).
+    use: str
+    layer: int
+    columns: int  # one, or one a head
+    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
+
+
+def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
+    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
+
+    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layers after it.
+    """
+    early: list[Gate] = []
+    late: list[Gate] = []
+    layers = []  # each layer's number, the layer itself, and the table of its gates
+    for i, layer in enumerate(cfg.layers):
+        table = late if i > cfg.skip_from else early
+        layers.append((i, layer, table))
+    for i, layer, table in layers:
+        if layer.xsa:
+            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+    for i, layer, table in layers:
+        if layer.gate:
+            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+    for i, layer, table in layers:
+        if layer.x0:
+            table.append(Gate("x0", i, columns=1, bias=0.0))
+        if layer.ngram:
+            table.append(Gate("ngram", i, columns=1, bias=0.5))
+    if cfg.skip_to < len(cfg.layers):
+        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    return early, late
+
+
+def adds_before_mlps(layer: Layer, i: int) -> bool:
+    """True if something is added to the stream of layer i before its MLPs."""
+    return bool(layer.attention) or layer.x0 or (layer.ngram and i > 0)
+
+
+def used_scalars(cfg: Config) -> list[LayerScalars]:
+    """Returns which of its scalars each layer uses."""
+    used = []
+    for i, layer in enumerate(cfg.layers):
+        attends = bool(layer.attention)
+        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
+        scalars = LayerScalars(
+            qkv=attends,
+            out=attends,
+            resid_attention=has_own and adds_before_mlps(layer, i),
+            resid_mlp=has_own,
+            post_attention=has_own and attends,
+            post_mlp=has_own and layer.mlps > 0,
+        )
+        used.append(scalars)
+    return used
+
+
+MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
+# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
+# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of LayerScalars'.
+MUDD_OUTPUTS = {
+    "first to value": 0,
+    "backout to value": 0,
+    "x to value": 0,
+    "first": 0,
+    "backout": 0,
+    "x": 0,
+    "left value": 20,  # the value embedding of the first half of the heads
+    "right value": 20,
+    "resid_attention": RESID_BIAS,
+    "post_attention": 10,
+    "first after": 0,  # added with attention's output
+    "ngram after": 0.5,
+    "resid_mlp": RESID_BIAS,
+    "post_mlp": 10,
+}
+
+
+def head_streams(cfg: Config) -> dict[str, float]:
+    """Returns the streams that final_norm adds before the head, by the names that GPT.trunk saves them under,
+    each with the initial bias of its weight, divided by MUDD_SCALE.
+    """
+    tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    values = {f"value {i}": 0.0 for i in range(tables)}
+    # The backout is taken off: it served only middle layers (PR 140).
+    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
+    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
+
+
+def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
+    gates: tuple[list[float], list[float]] = ([], [])
+    for biases, table in zip(gates, gate_table(cfg)):
+        for gate in table:
+            biases.extend(gate.columns * [gate.bias])
+    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_streams(cfg).values())), "mudd_gate": gates}
+
+
+# Draws an initial value of this shape, on the CPU.
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+def constant(value: float) -> Draw:
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def normal(std: float) -> Draw:
+    return lambda shape, generator: std * torch.randn(shape, generator=generator)
+
+
+def uniform(std: float, inputs: int) -> Draw:
+    """std: for one input; of `inputs` it is divided by their root."""
+    bound = math.sqrt(3) * std * inputs**-0.5
+    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+
+def given_rows(*values: list[float]) -> Draw:
+    """Draws nothing: the rows are given, shorter ones padded with 0."""
+    tensors = [torch.tensor(row) for row in values]
+    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
+
+
+def first_of_pairs(draw_all: Draw) -> Draw:
+    """The second matrices of pairs are 0: a layer begins without MLP."""
+
+    def draw(shape, generator):
+        value = draw_all(shape, generator)
+        value[1::2] = 0
+        return value
+
+    return draw
+
+
+def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
+    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
+
+    One with a size of 0 is of a technique that is off: it does not exist.
+    """
+    d = cfg.dim
+    H = cfg.heads
+    D = cfg.head_dim
+    L = len(cfg.layers)
+    V = cfg.padded_vocab
+    attending = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in attending)
+    wide = len(attending) - narrow
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    value_tables = sum(layer.value for layer in attending)
+    value_gates = sum(layer.value and not layer.mudd for layer in attending)
+    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
+    # The mix before the head weighs each stream as a whole and by groups of its channels.
+    biases = small_mlp_biases(cfg)
+    streams = len(head_streams(cfg))
+    mudd_biases = max(len(MUDD_OUTPUTS), streams)
+    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
+    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
+    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
+    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
+    zeros = constant(0.0)
+    # Of each layer the factors of its QKV and of its output products; only values feel the first, as queries
+    # and keys are normed. Then the factor of the smear, and the skip's before its sigmoid.
+    scalars = [0.5, 1.0] * L + [0.0, -1.5]
+    return {
+        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
+        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
+        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
+        "scalars": ((2 * L + 2,), given_rows(scalars)),
+        "smear_gate": ((1, GATE_DIM), zeros),
+        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
+        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
+        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
+        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
+        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
+        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
+        "post_lambdas": ((L, 2), constant(1.0)),
+        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
+        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
+        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
+        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
+        "lm_head": ((d, V), normal(0.005)),
+        "bigram_embed": ((bigrams, d), zeros),
+        "value_embeds": ((V, value_tables, d), normal(0.01)),
+        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
+    }
+
+
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter that this model has, in the order of cfg.params.
+
+    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
+    """
+    table = param_table(cfg)
+    names = {spec.name for spec in PARAMS}
+    require(names <= table.keys(), f"{names - table.keys()}: give each a line of param_table()")
+    require(names == table.keys(), f"{table.keys() - names}: give each a row of PARAMS")
+    shapes = {}
+    for spec in cfg.params:
+        shape, _ = table[spec.name]
+        if all(shape):
+            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
+            shapes[spec.name] = (first, *shape[1:])
+    return shapes
+
+
+def used_params(cfg: Config) -> list[ParamSpec]:
+    """Returns the parameter table's rows, without those of parameters that this model lacks."""
+    shapes = param_shapes(cfg, 1)
+    return [spec for spec in cfg.params if spec.name in shapes]
+
+
+def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
+    """Returns a parameter's initial value, drawn on the CPU and without padding."""
+    shape, draw = param_table(cfg)[name]
+    return draw(shape, seeded(name, seed))
 
 
 # ============================================================================================================
@@ -2239,12 +2250,12 @@ class MLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h, weights, fc, proj, backend, fp8):
+    def forward(ctx, h, weights, fc_w, proj_w, backend, fp8):
         ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
         if fp8 is None:
-            square = backend.relu_square(h, fc)
-            ctx.save_for_backward(h, square, fc, proj)
-            return square @ proj
+            square = backend.relu_square(h, fc_w)
+            ctx.save_for_backward(h, square, fc_w, proj_w)
+            return square @ proj_w
         h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
         square8, square8_T = backend.relu_square_fp8(h8, fp8)
         ctx.save_for_backward(h8_T, square8, square8_T)
@@ -2256,9 +2267,9 @@ class MLP(torch.autograd.Function):
         backend, fp8 = ctx.backend, ctx.fp8
         to_fc, to_proj = ctx.weights
         if fp8 is None:
-            h, square, fc, proj = ctx.saved_tensors
-            da = backend.relu_square_grad(dy, proj, square)
-            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+            h, square, fc_w, proj_w = ctx.saved_tensors
+            da = backend.relu_square_grad(dy, proj_w, square)
+            return da @ fc_w, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
         h8_T, square8, square8_T = ctx.saved_tensors
         dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
         da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
@@ -2277,10 +2288,11 @@ class MLP(torch.autograd.Function):
 # ---- RMSNorm -----------------------------------------------------------------------------------------------
 
 
-def is_eager_fp32(x: Tensor) -> bool:
-    """True for fp32 or fp64 that is not compiled. There norm, mix and rotate have forms by hand, with fewer
-    passes over memory, equal up to rounding. An edit of one form needs the same edit of the other. Elsewhere,
-    too, final_norm() is Norm, and Mix has the backward of each term.
+def runs_by_hand(x: Tensor) -> bool:
+    """True if x is fp32 or fp64, in code that is not compiled. There norm, mix and rotate have forms by hand,
+    which pass over memory less often, and are equal up to rounding. An edit of one form needs the same edit
+    of the other. Elsewhere two uses are by hand, too: final_norm() is Norm, and each term of mix() has Mix's
+    backward.
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2293,7 +2305,7 @@ def norm(x: Tensor) -> Tensor:
 
     Reduced in at least fp32.
     """
-    if not is_eager_fp32(x):  # Norm is the same by hand: edit both
+    if not runs_by_hand(x):  # Norm is the same by hand: edit both
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     return Norm.apply(x)
 
@@ -2323,7 +2335,7 @@ def mix(terms: Sequence[Term]) -> Tensor:
     as groups of channels (T, groups, d / groups), with scales that broadcast to them. With scales of the
     stream, a layer's output, x0 and the n-grams, each layer can lean on the input again (record 9).
     """
-    if not is_eager_fp32(terms[0][1]):
+    if not runs_by_hand(terms[0][1]):
         # Term by term, but with Mix's backward: autograd's would store dy once more, in the scale's dtype.
         scaled = [x if scale is None else Mix.apply(scale, x) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
@@ -2361,7 +2373,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Each pair (a, b) of successive numbers becomes (cos a + sin b, cos b - sin a).
     """
     n = cos.size(-1)
-    if is_eager_fp32(x):  # as complex numbers, in one pass
+    if runs_by_hand(x):  # as complex numbers, in one pass
         turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2)
@@ -2374,8 +2386,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention ---------------------------------------------------------------------------------------------
 
 # Three forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl) and, both in
-# dense_attention, BlockAttention where a CPU runs code that is not compiled, and scaled_dot_product_attention
-# elsewhere. Other scores need an edit of each.
+# dense_attention, torch's scaled_dot_product_attention and, in code that is not compiled, on a CPU,
+# BlockAttention (below). Other scores need an edit of each.
 
 
 def dense_attention(
@@ -2386,7 +2398,7 @@ def dense_attention(
     q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
     bounds a document's length. Returns (T, H, Dv).
 
-    Queries go in blocks, each against the keys of its block and of `window` positions before it:
+    Queries go in blocks, in either form, each against the keys of its block and of `window` positions before:
     T * (window + block) scores instead of T * T.
     """
     T, H, _ = q.shape
@@ -2433,69 +2445,6 @@ def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
     first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
     keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
     return (first <= keys) & (keys <= positions.view(-1, block, 1))
-
-
-# Without a compiler, on a CPU: smaller blocks, whose keys are not copied, and a backward of its own.
-
-QUERIES = 32  # in a block. With more, it has more keys that most of its queries do not see.
-
-
-@lru_cache(4)  # layers of one kind share it
-def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
-    """Returns what is added to BlockAttention's scores, (H * blocks, QUERIES, keys): 0, or -inf where a query
-    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
-    """
-    return torch.where(seen_keys(cu_seqlens, T, QUERIES, window), 0.0, -math.inf).repeat(H, 1, 1)
-
-
-class BlockAttention(torch.autograd.Function):
-    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
-
-    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
-    block would have of the head before are hidden by the bias.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, bias):
-        q = blocks_by_head(q, bias, QUERIES)
-        k = blocks_by_head(k, bias, bias.size(2))
-        v_blocks = blocks_by_head(v, bias, bias.size(2))
-        probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
-        ctx.save_for_backward(q, k, v_blocks, probs)
-        return by_position(probs @ v_blocks, v)
-
-    @staticmethod
-    def backward(ctx, dy):
-        q, k, v, probs = ctx.saved_tensors
-        dy_rows = blocks_by_head(dy, probs, QUERIES)
-        dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
-        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
-        return *(by_position(grad, dy) for grad in grads), None
-
-
-def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the QUERIES rows of
-    each, after the rows before them. It is a view of rows; there are zeros before the first and after T.
-    """
-    (T, H, D), before = t.shape, size - QUERIES
-    rows = like.new_zeros(before + len(like) * QUERIES, D)
-    rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
-    return rows.unfold(0, size, QUERIES).mT
-
-
-def sum_blocks(x: Tensor) -> Tensor:
-    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * QUERIES, D)."""
-    n, keys, D = x.shape
-    rows = x.new_zeros(keys + (n - 1) * QUERIES, D)
-    for i in range(0, keys, QUERIES):
-        rows[i : i + n * QUERIES].view(n, QUERIES, D).add_(x[:, i : i + QUERIES])
-    return rows[keys - QUERIES :]
-
-
-def by_position(rows: Tensor, like: Tensor) -> Tensor:
-    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
-    T, H, _ = like.shape
-    return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
 
 
 def flash_attention(
@@ -2575,6 +2524,7 @@ FP8_DY = 2**-6
 FP8_ACT_MARGIN = 1.80
 FP8_GRAD_MARGIN = 1.25
 FP8_WEIGHT_MARGIN = 1.12
+FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than that margin a step
 FP8_LEAST = 1e-12  # maxima below count as that, or as none
 
 
@@ -2593,11 +2543,11 @@ def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> 
 
 @jit
 def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
-    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need M that 16 divides; to
-    know it allows stores of 16 bytes, where a tensor's size may vary.
+    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need an M that 16 divides.
+    As M is rounded here, the compiler knows that, too, and stores 16 bytes at once.
 
-    Each store converts by itself: of code in which both have the same bytes, ptxas 12.8 can make a program
-    that transposes some bytes of the tile before.
+    The tile is converted twice, once for each store. If both had the same bytes, ptxas 12.8 could make a
+    program that transposes some bytes of the first store, too.
     """
     M = M // 16 * 16
     codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
@@ -2691,9 +2641,10 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
 
-    Another activation needs the same edit here, in relu_square_grad and in relu_square_grad_bf16, then runs
-    with --set fp8_mlp=false and without the kernel relu_square. With these also edit relu_square_fp8 and
-    relu_square_kernel.
+    Another activation needs an edit here, in relu_square_grad and in relu_square_grad_bf16. These know only
+    its result: one that is not 0 for all negative inputs and rising for others must also save h fc^T in
+    MLP.forward, and get it in MLP.backward. It then runs with --set fp8_mlp=false and without the kernel
+    relu_square. With these also edit relu_square_fp8 and relu_square_kernel.
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
@@ -2948,7 +2899,7 @@ def softcap_loss(
     (n,) are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `fp8_scale` it is e5m2 with
     that scale, saturating, and comes twice: (n, V), and transposed.
     """
-    # In place where possible: on a CPU memory traffic is the limit. exp(z) cannot overflow.
+    # In place where possible: on a CPU memory traffic is the limit. No sum of exp(z) overflows: see Softcap.
     s = softcap_sigmoid(logits, cap)
     slope = cap.scale / cap.span  # dz/dlogits = slope s (1 - s)
     exp_z = (cap.scale * s).exp_()
@@ -3031,8 +2982,8 @@ def softcap_loss_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the losses and the gradient of ROWS rows, with most of softcap_loss's names. `factor` is that
-    of the softmax here, and of exp_z and the slope there.
+    """Computes the losses and the gradient of ROWS rows, with most of softcap_loss's names. Here `factor`
+    multiplies the softmax; there it multiplies exp_z, and contains the slope.
 
     z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
     write the same numbers.
@@ -3543,6 +3494,71 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
         out.index_add_(1, columns, x)
 
 
+# ---- Attention in code that is not compiled, on a CPU ------------------------------------------------------
+
+# dense_attention with smaller blocks, whose keys are not copied, and a backward of its own.
+
+QUERIES = 32  # of a block. With more, it has more keys that most of its queries do not see.
+
+
+@lru_cache(4)  # layers of one kind share it
+def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
+    """Returns what is added to BlockAttention's scores, (H * blocks, QUERIES, keys): 0, or -inf where a query
+    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
+    """
+    return torch.where(seen_keys(cu_seqlens, T, QUERIES, window), 0.0, -math.inf).repeat(H, 1, 1)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
+
+    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
+    block would have of the head before are hidden by the bias.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        q = blocks_by_head(q, bias, QUERIES)
+        k = blocks_by_head(k, bias, bias.size(2))
+        v_blocks = blocks_by_head(v, bias, bias.size(2))
+        probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
+        ctx.save_for_backward(q, k, v_blocks, probs)
+        return by_position(probs @ v_blocks, v)
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, probs = ctx.saved_tensors
+        dy_rows = blocks_by_head(dy, probs, QUERIES)
+        dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
+        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
+        return *(by_position(grad, dy) for grad in grads), None
+
+
+def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
+    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the QUERIES rows of
+    each, after the rows before them. It is a view of rows; there are zeros before the first and after T.
+    """
+    (T, H, D), before = t.shape, size - QUERIES
+    rows = like.new_zeros(before + len(like) * QUERIES, D)
+    rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
+    return rows.unfold(0, size, QUERIES).mT
+
+
+def sum_blocks(x: Tensor) -> Tensor:
+    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * QUERIES, D)."""
+    n, keys, D = x.shape
+    rows = x.new_zeros(keys + (n - 1) * QUERIES, D)
+    for i in range(0, keys, QUERIES):
+        rows[i : i + n * QUERIES].view(n, QUERIES, D).add_(x[:, i : i + QUERIES])
+    return rows[keys - QUERIES :]
+
+
+def by_position(rows: Tensor, like: Tensor) -> Tensor:
+    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
+    T, H, _ = like.shape
+    return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
+
+
 # ---- The backend of a run ----------------------------------------------------------------------------------
 
 
@@ -3641,7 +3657,8 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
 
 
 class Optimizer:
-    """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
+    """Decides when each parameter is updated, and spreads the work over ranks: scatters gradients, updates
+    own blocks by UPDATE_RULES (work), gathers parameters.
 
     Gradients are exchanged in the order of `trainables`: n-grams', then in the order of cfg.params, small
     parameters' last. Updates are done by update_order.
@@ -3867,8 +3884,8 @@ class ShardedParam(Trainable):
     """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
     rule's state and the averages of that block.
 
-    main_grad has the parameter's shape and dtype. How gradients are added to it, exchanged and cleared is
-    what the subclasses differ in.
+    main_grad has the parameter's shape and dtype; a bank has none with Config.main_grad=false. How gradients
+    are added to it, exchanged and cleared is what the subclasses differ in.
     """
 
     spec: ParamSpec
@@ -3881,7 +3898,7 @@ class ShardedParam(Trainable):
         self.name = spec.name
         self.update_order = spec.update_order
         self.block = exchange.block(p.detach())  # the part of p that this rank updates, a view
-        self.rule = OPTIMIZERS[spec.optimizer]
+        self.rule = UPDATE_RULES[spec.optimizer]
         self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
         self.averages = []
         for i, average in enumerate(cfg.averages):
@@ -4148,8 +4165,8 @@ class NgramTable(Trainable):
         self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
-        self.saved = {"block": self.block} | self.state
-        # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
+        self.saved = {"block": self.block} | self.state  # without decays, which the settings give
+        # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
     @traced("rows ngrams")
@@ -4224,8 +4241,8 @@ CLASSES: dict[tuple[str, str], Callable] = {
 
 # ============================================================================================================
 # 11  Update rules. In place, on one block, in at least fp32, but ANVIL's orthogonalization is in
-#     Config.bank_dtype. Another rule is init, update, and an entry of OPTIMIZERS. A block of a bank is whole
-#     matrices; of lm_head or a table it is some of the rows.
+#     Config.bank_dtype. Another rule is init, update, and an entry of UPDATE_RULES. A block of a bank is
+#     whole matrices; of lm_head or a table it is some of the rows.
 # ============================================================================================================
 
 
@@ -4418,8 +4435,9 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
         x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
         p = p - r x - decay r p [slow_momentum p >= 0],  r = lr * matrix_lr_mul
 
-    with names of a matrix's state. lr = bank_lr times the scheduled lr_mul, ParamSpec.lr_mul and sqrt(max(1,
-    rows / cols)). decay = bank_wd wd_mul bank_lr plan.lr_mul; times r it follows the square of the schedule.
+    with slow_momentum and matrix_lr_mul from the state. lr = bank_lr times the scheduled lr_mul,
+    ParamSpec.lr_mul and sqrt(max(1, rows / cols)). decay = bank_wd wd_mul bank_lr plan.lr_mul; times r it
+    follows the square of the schedule.
     """
     dtype = state["slow_momentum"].dtype
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
@@ -4610,7 +4628,7 @@ def row_adam_update(
     table.index_copy_(0, ids, (old - update).to(table.dtype))
 
 
-OPTIMIZERS = {
+UPDATE_RULES = {
     "adam": UpdateRule(adam_init, adam, unused=("matrix_lr_mul",)),
     "anvil": UpdateRule(anvil_init, anvil, unused=("betas",), only_banks=True),
 }
@@ -4637,8 +4655,9 @@ OPTIMIZERS = {
 #        mean               row 0 = g0[0] / 2           row 2 = 0
 #                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
 #
-#    These are the bits of the dense exchange with reduction=fp32, rounded to main_grad's dtype, at any number
-#    of ranks. Section 10 says what is added for the rows of n-grams, of which no rank has them all.
+#    If main_grad is fp32, or the number of ranks a power of 2, these are the bits of the dense exchange with
+#    reduction=fp32, rounded to main_grad's dtype. Otherwise the owner's sum in bf16 is rounded once more when
+#    it is divided. Section 10 says what is added for the rows of n-grams, of which no rank has them all.
 # ============================================================================================================
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
@@ -4691,8 +4710,8 @@ class Exchange:
         """Averages `grad` over ranks; each gets its own block.
 
         NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
-        gradients as they are, as many bytes, and the sum is fp32, in rank order. Returns grad's dtype, or at
-        least fp32.
+        gradients as they are, as many bytes, and the sum is in at least fp32, in rank order, as is the result
+        then. Otherwise, and with one rank, the result has grad's dtype.
         """
         if self.world_size == 1:
             return Pending(grad)
@@ -4741,7 +4760,7 @@ class Exchange:
         Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
         are 0 before.
 
-        Rows arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
+        Rows arrive in rank order, and so are summed, in at least fp32. The sum, in out's dtype, is divided.
         """
 
         def mean(arrived: Tensor) -> Tensor:
@@ -5275,7 +5294,8 @@ class Prefetcher:
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
         # failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
-        # As many as are built together, so that next() seldom waits; two if each is built alone.
+        # As many as an interval between updates of n-grams has steps, since these are built together, and at
+        # least two: so next() seldom waits.
         self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.update_every))]
 
     def _submit(self) -> Future:
@@ -5648,9 +5668,9 @@ def check_updates(cfg: Config) -> None:
     for spec in cfg.params:
         can_exchange = spec.exchange == "reduce_scatter" or spec.is_table
         require(can_exchange, f"params.{spec.name}.exchange: only tables can be sparse")
-        rules = ", ".join(OPTIMIZERS)
-        require(spec.optimizer in OPTIMIZERS, f"params.{spec.name}.optimizer: give one of {rules}")
-        rule = OPTIMIZERS[spec.optimizer]
+        rules = ", ".join(UPDATE_RULES)
+        require(spec.optimizer in UPDATE_RULES, f"params.{spec.name}.optimizer: give one of {rules}")
+        rule = UPDATE_RULES[spec.optimizer]
         can_update = spec.kind == "bank" or not rule.only_banks
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
         for name in rule.unused:
@@ -5782,7 +5802,7 @@ def output_file(name: str) -> Path:
             end = file.read()
         is_ours = not begin or begin[:2] == b"PK" and b'{"preset": ' in begin
         if re.fullmatch(r"\.ngrams\d+", target.suffix):
-            is_ours |= re.search(rb"[0-9a-f]{12}\Z", end) is not None  # the run's id
+            is_ours |= re.fullmatch(rb"[0-9a-f]{20}", end) is not None  # the run's id, and a CRC-32
     require(
         is_ours and os.access(target.parent, os.W_OK),
         f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
@@ -5843,9 +5863,10 @@ def training_state(model: GPT, optimizer: Optimizer) -> dict:
 
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Sets all that training changes to `state`: of all ranks, each has its own part. Drops gradients.
+    """Copies `state`, this rank's part, into the model and the optimizer, and gathers the parameters.
 
-    A checkpoint also has the table of n-grams, if there is one, and the number of steps.
+    Drops gradients. A checkpoint's state also has the table of n-grams, if there is one, and the number of
+    steps.
     """
     live = live_state(model, optimizer)
     optimizer.drop_grads()
@@ -6224,7 +6245,7 @@ def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
     """Returns a context that profiles four of the steps from `start` to `steps`, counted by its step().
 
     They begin after the step that --profile names, or are the last ones. Without --profile the context is
-    empty.
+    empty. Sets TRACING.
     """
     global TRACING
     if not args.profile:
@@ -6239,10 +6260,10 @@ def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
     )
 
 
-def timed_validation(
+def log_validation(
     training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
 ) -> dict:
-    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines.
+    """Stops the clock, validates after `step` steps, and logs the loss. Returns closing lines.
 
     Raises UserError if it is not finite, so no such model is saved.
     """
@@ -6284,7 +6305,7 @@ def train(
         if cfg.val_every and step % cfg.val_every == 0:
             plan = plan_step(cfg, step)
             model.use_rotary(plan.stage)
-            timed_validation(training, clock, losses, log, step, plan.windows)
+            log_validation(training, clock, losses, log, step, plan.windows)
         batch = batches.next()
         done = step + 1  # as the log counts
         losses.push(done, train_step(model, optimizer, batch, batches.peek))
@@ -6309,7 +6330,7 @@ def train(
                     f"checkpoint: after step {done}; the same command with --resume {log.path} continues"
                 )
     optimizer.apply_averages()
-    closing = timed_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
+    closing = log_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
     bar.close()
     loader.close()
     epochs = batch.position[0] // len(data.train) + 1
@@ -6345,7 +6366,8 @@ def print_verdict(loss: float, target: float, log: RunLog) -> None:
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
     """Prints cfg.samples texts that follow BOS, if there is a vocabulary.
 
-    All ranks must call it: rows of n-grams may be with any.
+    All ranks must call it: rows of n-grams may be with any. It must be the last use of the model: from then
+    on nothing is compiled, and no kernel runs.
     """
     if not vocabulary:
         return

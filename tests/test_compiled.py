@@ -145,7 +145,7 @@ def update_twice(name):
     p = torch.randn(3, 10, 8, generator=g).bfloat16()
     grad = torch.randn(3, 10, 8, generator=g)
     (row,) = [row for row in cfg.params if row.name == name]
-    rule = tg.OPTIMIZERS[row.optimizer]
+    rule = tg.UPDATE_RULES[row.optimizer]
     state = rule.init(p, row, torch.float32, 0)
     if row.optimizer == "adam":
         state["muls"] = torch.rand(2, 240, generator=g)  # of small parameters' vectors
