@@ -2387,7 +2387,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # Three forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl) and, both in
 # dense_attention, torch's scaled_dot_product_attention and, in code that is not compiled, on a CPU,
-# BlockAttention (below). Other scores need an edit of each.
+# block_attention (below). Other scores need an edit of each.
 
 
 def dense_attention(
@@ -2401,10 +2401,9 @@ def dense_attention(
     Queries go in blocks, in either form, each against the keys of its block and of `window` positions before:
     T * (window + block) scores instead of T * T.
     """
-    T, H, _ = q.shape
     if not (q.is_cuda or torch.compiler.is_compiling()):
-        bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
-        return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
+        return block_attention(q, k, v, cu_seqlens, max_seqlen, window)
+    T = len(q)
     window = min(window, T - 1)
     block = min(max(32, window), 256)
     before = padded(window, block)  # keys before a block's own
@@ -3496,9 +3495,18 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 # ---- Attention in code that is not compiled, on a CPU ------------------------------------------------------
 
-# dense_attention with smaller blocks, whose keys are not copied, and a backward of its own.
+# With smaller blocks, whose keys are not copied, and a backward of its own.
 
 QUERIES = 32  # of a block. With more, it has more keys that most of its queries do not see.
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+) -> Tensor:
+    """Computes dense_attention."""
+    T, H, _ = q.shape
+    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
+    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
 
 
 @lru_cache(4)  # layers of one kind share it

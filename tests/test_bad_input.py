@@ -286,7 +286,7 @@ CASES = [
     Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
     Case("another program's zip file in place of the model", "--save photos.zip", make_zip),
     Case("a text in place of the model", "--save notes.json", write_text("notes.json", '{"preset": "mine"}')),
-    Case("a text in place of the n-gram rows", "--save counts", write_text("counts.ngrams0", "the cat deadbeef0123")),
+    Case("a text in place of the n-gram rows", "--save c", write_text("c.ngrams0", "the deadbeef0123")),
     Case("a text whose name looks like a table", "--save my.ngrams", write_text("my.ngrams", "the cat")),
     Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
     Case("a link to a missing folder", "--save link.pt",
