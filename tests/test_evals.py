@@ -85,18 +85,20 @@ def random_model(run, *change):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("ngrams", [False, True])
-def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
-    """At every position of a micro-batch's first document, with all that a model can have; windows end there.
+@pytest.mark.parametrize("change", ["", "padded_vocab=258", "pointer_dim=0"])
+def test_a_tokens_distribution_is_the_training_forwards(run, change):
+    """At every position of a micro-batch's first document, with all that a model can have; windows end there,
+    the pointer's too. So a loss depends on no later token. With one column for the pointer's gate, and no
+    padding, probabilities sum to one.
 
     Of a later document, the first rows of bigrams and the smear read the token before BOS.
     """
-    if ngrams:
+    if change:
+        model = random_model(run, "window_unit=2", "pointer_val_window=9", change)
+    else:
         model = load_model("m.pt")
         assert all(isinstance(block, np.memmap) for block in model.ngrams.blocks)
         randomize(model)
-    else:
-        model = random_model(run, "window_unit=2")
     cfg = model.cfg
     starts = np.array([0, 40, 47])  # of documents of 40, 7 and 5 tokens
     tokens = np.random.default_rng(0).integers(97, 104, 53)
@@ -109,6 +111,7 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
         probs = model.next_token_probs(document[: i + 1])
         torch.testing.assert_close(probs[tokens[i + 1]], expected[i], rtol=0, atol=1e-6)
         assert probs.shape == (cfg.vocab_size,)  # so neither padding nor the pointer's column can be drawn
+        assert probs.sum() <= 1 + 1e-6 and (probs.sum() > 1 - 1e-6 or change != "padded_vocab=258")
 
 
 def test_a_loaded_model_computes_as_the_saved_one(run):

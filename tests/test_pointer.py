@@ -5,14 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import train_gpt as tg
-from configs import BASE
 from golden_inputs import head_of
-from test_distributed import build
 from test_kernels import interpreted  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.numeric
@@ -153,93 +150,7 @@ def test_golden_head(name, dtype, chunk):
         close(t.grad, case[key], dtype)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("columns", [2, 30])
-def test_what_is_trained_sums_to_one(seed, columns):
-    """Draws logits, the pointer's weights on some columns, and the slot: of all columns, or of candidates."""
-    g = torch.Generator().manual_seed(seed)
-    logits = 8 * torch.randn(1, columns, generator=g, dtype=torch.float64)
-    slot = int(torch.randint(columns, (1,), generator=g))
-    found = torch.rand(columns + 1, generator=g, dtype=torch.float64) ** 4  # the last one is the sink's
-    found[slot] = 0
-    found /= found.sum()
-    total = 0.0
-    for token in range(columns):
-        weights = torch.stack([found[token], found[-1]])[:, None]
-        copies = tg.PointerProbs(weights, torch.tensor([slot]), torch.empty_like(weights))
-        target = torch.tensor([[token]])
-        one = torch.ones(1, dtype=torch.float64)
-        loss, _ = tg.softcap_loss(logits, target, one, pointer_probs=copies)
-        if token != slot:
-            total += (-loss).exp().item() - tg.PROB_FLOOR
-    assert total == pytest.approx(1, abs=1e-12)
-
-
-# --------------------------------------------------------------------------------------------------- a model
-
-
-@pytest.fixture(scope="module", params=[8, 0])
-def model(request):
-    """Returns a model with and without pointer; its head has as many columns as these tokens, or one more."""
-    layers = tuple(replace(layer, mudd=False) for layer in tg.LAYERS[:4])
-    dim = request.param
-    cfg = replace(
-        BASE, vocab_size=61, padded_vocab=61 + bool(dim), bos_id=60, heads=4, head_dim=8,
-        mlp_dim=32, dtype="float64", bank_dtype="float64", layers=layers, skip_from=0, skip_to=2,
-        backout_from=1, head_chunk=7, ngrams=tg.Ngrams((2,), 64, 16, "float64"), pointer_dim=dim,
-        pointer_val_window=9, val_slice_tokens=64, microbatches=1,
-    )  # fmt: skip
-    _, model, _ = build(0, 1, cfg)
-    return model
-
-
-def document(seed):
-    rng = np.random.default_rng(seed)
-    return np.append(60, rng.integers(0, 7, 20)).astype(np.uint16)
-
-
-def losses_of(model, tokens):
-    batch = tg.make_micro_batch(np.append(tokens, 60), np.array([], np.int32), 64, model.cfg)
-    return model.token_losses(batch, tg.window_tokens(model.cfg, model.cfg.val_windows))
-
-
-def test_probabilities_sum_to_one_and_are_those_of_the_losses(model):
-    tokens = document(seed=0)
-    losses = losses_of(model, tokens)
-    for i in range(len(tokens)):
-        probs = model.next_token_probs(tokens[: i + 1].tolist())
-        assert probs.shape == (61,) and probs.sum() == pytest.approx(1, abs=1e-12)
-        target = [*tokens, 60][i + 1]
-        floor = tg.PROB_FLOOR * bool(model.cfg.pointer_dim)
-        assert (probs[target] + floor).log() == pytest.approx(-losses[i].item(), rel=1e-9)
-
-
-def test_a_token_changes_nothing_before_it(model):
-    tokens = document(seed=1)
-    before = losses_of(model, tokens)
-    tokens[15] = 7 - tokens[15]
-    after = losses_of(model, tokens)
-    assert torch.equal(before[:14], after[:14]) and not torch.isclose(before[14:], after[14:]).all()
-
-
-def test_no_source_is_in_another_document():
-    g = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 24, 8, generator=g)
-    sink_scores = torch.randn(24, generator=g)
-    tokens = [0, 1, 2] * 8
-    ends = [0, 5, 17, 24]
-    whole, _ = tg.pointer(tg.PointerInputs(q, k, sink_scores), text(tokens, tokens, ends), 1000)
-    for begin, end in zip(ends, ends[1:]):
-        part = slice(begin, end)
-        queries = tg.PointerInputs(q[part], k[part], sink_scores[part])
-        batch = text(tokens[part], tokens[part], [0, end - begin])
-        alone, _ = tg.pointer(queries, batch, 1000)
-        torch.testing.assert_close(alone, whole[:, part])
-
-
-def test_the_pointer_needs_a_column_of_its_own():
-    with pytest.raises(tg.UserError, match="padded_vocab"):
-        tg.check_config(replace(BASE, pointer_dim=8, padded_vocab=257), 1)
+# ----------------------------------------------------------------------------------------------- the schedule
 
 
 @pytest.mark.pinned("the schedule of the record preset")
