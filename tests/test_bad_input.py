@@ -184,6 +184,7 @@ WRONG = """--preset huge
 --set layers.0.attention=piared
 --set kernels=gram,transpse
 --set padded_vocab=100
+--set pointer_dim=8 padded_vocab=257
 --set stages.2.sampled_columns=300
 --set padded_vocab=20011 stages.0.sampled_columns=4096
 --set layers.6.attention= layers.6.gate=true
@@ -235,6 +236,7 @@ WRONG = """--preset huge
 --set params.mlp_bank.optimizer=adam
 --set layers.8.attention=plain layers.8.value=true layers.8.mudd=true
 --set ngrams.rows_per_order=1
+--set ngrams.orders=2,3 ngrams.width=8 ngrams.rows_per_order=1073741824
 --set ngrams.orders=2,2 ngrams.width=8
 --set ngrams.orders=2,1 ngrams.width=8
 --set ngrams.contexts=copy,copy

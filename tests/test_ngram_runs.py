@@ -188,11 +188,6 @@ def test_saved_rows_are_the_tables(workers, corpus, tmp_path):
 # ---- input that is wrong -----------------------------------------------------------------------------------
 
 
-def test_too_many_rows_are_refused(corpus):
-    with pytest.raises(tg.UserError, match="fewer than 2.31 rows"):
-        tg.check_config(make_config(corpus, *NGRAMS, f"ngrams.rows_per_order={1 << 30}"), 1)
-
-
 MEMORY_ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 KiB.\nSee the manual."),
     RuntimeError("DefaultCPUAllocator: can't allocate memory"),
