@@ -1,6 +1,5 @@
 """Tests the command line with real processes: logs line by line, screen output, options."""
 
-import gzip
 import hashlib
 import json
 import math
@@ -200,30 +199,6 @@ def test_the_target_is_named_in_its_track_only(folder, target, option, said):
         assert process.wait() == [0], process.err
         found = [line for line in process.out.splitlines() if "target" in line]
         assert found == said.splitlines()
-
-
-@pytest.mark.slow
-def test_another_seed_gives_other_losses(single, double):
-    assert double.losses[0] != single.losses[0]
-
-
-@pytest.mark.slow
-def test_profile(folder):
-    """The trace beside the log has four numbered steps, and operations. The run is in no track.
-
-    With val_every=0 only the final validation runs.
-    """
-    change = settings("warmup=false", "microbatches=2", "val_every=0")
-    arguments = "--preset cpu --data corpus --profile 2".split()
-    with Launch(folder, *arguments, *change) as process:
-        assert process.wait() == [0], process.err
-        done = finished(folder, process.out)
-    assert done.log.parent.parent.name == "other" and len(done.losses) == 2
-    with gzip.open(done.log.with_name(f"{done.log.stem}.rank0.trace.json.gz"), "rt") as f:
-        names = {event["name"] for event in json.load(f)["traceEvents"] if event.get("ph") == "X"}
-    assert {"aten::mm", "MLP", "MLPBackward"} < names
-    steps = {f"ProfilerStep#{number}" for number in range(2, 6)}
-    assert {name for name in names if name.startswith("ProfilerStep#")} == steps
 
 
 @pytest.mark.parametrize("named, start, first", [(6, 0, 6), (6, 4, 6), (2, 4, 5), (99, 4, 16)])
