@@ -167,8 +167,6 @@ def test_few_documents_are_split_by_passages(tmp_path):
     train, val = read_splits(tmp_path / "out")
     assert train == encode_all(a[:2] + b[:1])
     assert val == encode_all(a[2:] + b[1:])
-    with pytest.raises(SystemExit, match="fell to training"):
-        tokenize(tmp_path / "val", files, "--val-one-in 1")
 
 
 def test_cut():
@@ -411,22 +409,13 @@ def test_a_full_disk_names_the_folder(tmp_path, monkeypatch):
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "file, options",
-    (
-        ("none", ""),
-        (".", ""),
-        ("a", "--shard-tokens 0"),
-        ("a", "--name="),
-        ("b", "--field x"),
-    ),
-)
-def test_wrong_arguments(tmp_path, file, options):
+@pytest.mark.parametrize("words", ("none", ".", "a --shard-tokens 0", "a --name=", "b --field x"))
+def test_wrong_arguments(tmp_path, words):
     """A missing file, a folder as a file, shards of no tokens, empty names, a field of a plain text."""
     (tmp_path / "b").write_text("a text")
     write_lines(tmp_path / "a", [TRAIN, VAL])
     with pytest.raises(SystemExit):
-        tokenize(tmp_path / "out", [tmp_path / file], f"--val-one-in 2 {options}")
+        tokenize(tmp_path / "out", [], f"--val-one-in 2 {tmp_path}/{words}")
     assert not list(tmp_path.glob("out/*"))
 
 
