@@ -85,6 +85,7 @@ train_plain = cache(partial(train, backend=tg.TORCH_BACKEND))
 PARTS = {
     "mudd_gates": ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),
     "mudd_weights": ("mudd_weights=false", {"mudd_w1", "mudd_w2"}),
+    "pointer": ("pointer_dim=0", {"pointer_bank", "pointer_gain", "pointer_sink"}),
     "sign_rows": ("sign_rows=0", set()),
     "xsa": ("layers.*.xsa=false", set()),
     "gate": ("layers.*.gate=false", set()),
