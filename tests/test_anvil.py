@@ -9,17 +9,12 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN92, distance, fill
+from golden_inputs import GOLDEN92, RECORD92, distance, fill, generator, spec_of
 
 GOLDEN = GOLDEN92["c_anvil"]
 STREAMS = {"wide": 30000, "square": 31000, "tall": 32000}
+PINNED = pytest.mark.pinned("ANVIL, as record 92 has it,")
 MARGIN = 1.05  # the golden runs'; ours is larger
-# Record 92's number of steps; stages do not matter here.
-RECORD92 = replace(
-    tg.RECORD,
-    bank_margin=MARGIN,
-    stages=(replace(tg.RECORD.stages[0], steps=GOLDEN92["g_schedule"]["total_steps"]),),
-)
 
 
 def words(t):
@@ -34,17 +29,17 @@ def bf16_stream(shape, stream, scale=1.0):
 # ------------------------------------------------------------------------------------------------------- maps
 
 
-@pytest.mark.pinned("ANVIL, as record 92 has it,")
+@PINNED
 def test_maps():
     assert [list(row) for row in tg.ANVIL_MAPS] == GOLDEN["maps"]
 
 
-@pytest.mark.pinned("ANVIL, as record 92 has it,")
+@PINNED
 @pytest.mark.parametrize("shape", [(14, 14), (14, 20), (20, 14)])
 def test_maps_act_on_singular_values(shape):
     """Checks them in a matrix of norm 1 / margin, in which nothing else changes."""
     sigma = torch.tensor([row["sigma"] for row in GOLDEN["sigma"]], dtype=torch.float64)
-    g = torch.Generator().manual_seed(0)
+    g = generator(0)
     u, v = (torch.linalg.qr(torch.randn(n, 14, generator=g, dtype=torch.float64))[0] for n in shape)
     x = (u * sigma) @ v.T
     # What d = margin |x| + 1e-6 has to be for the singular values to stay.
@@ -60,7 +55,7 @@ def test_rank_one_stays_bounded_in_bf16(shape):
 
     There are 20 such matrices, and one of ones, whose traces all round in one direction.
     """
-    g = torch.Generator().manual_seed(0)
+    g = generator(0)
     u, v = (torch.randn(20, n, 1, generator=g) for n in shape)
     x = torch.cat([u @ v.mT, torch.ones(1, *shape)]).bfloat16()
     out = tg.orthogonalize(x, tg.RECORD.bank_margin)
@@ -77,7 +72,7 @@ def golden_run(name, dtype):
     mode = tg.dtype_of(dtype)
     shape = golden["shape"]
     factors = golden["rate_multipliers"]
-    cfg = replace(RECORD92, bank_dtype=dtype)
+    cfg = replace(RECORD92, bank_dtype=dtype, bank_margin=MARGIN)
     row = tg.ParamSpec("bank", optimizer="anvil", matrix_lr_mul=tuple(factors))
     p = bf16_stream(shape, stream + 90, 0.1).to(mode)
     state = tg.anvil_init(p, row, torch.promote_types(mode, torch.float32), 0)
@@ -101,7 +96,7 @@ def golden_run(name, dtype):
         yield want, state, p, x.pop()
 
 
-@pytest.mark.pinned("ANVIL, as record 92 has it,")
+@PINNED
 @pytest.mark.parametrize("name", STREAMS)
 def test_golden_steps_in_fp64(name):
     last = GOLDEN["classes"][name]["steps"][-1]["fp64"]
@@ -121,7 +116,7 @@ def test_golden_steps_in_fp64(name):
     assert p.flatten().tolist() == pytest.approx(last["p_all"], abs=1e-10)
 
 
-@pytest.mark.pinned("ANVIL, as record 92 has it,")
+@PINNED
 @pytest.mark.parametrize("name", STREAMS)
 def test_golden_steps_in_bf16(name):
     """Checks every bit: golden numbers are the same for exact sums, so the order of ours does not matter."""
@@ -136,7 +131,7 @@ def test_golden_steps_in_bf16(name):
         assert state["fast_momentum"].dtype == state["slow_momentum"].dtype == torch.float32
 
 
-@pytest.mark.pinned("ANVIL, as record 92 has it,")
+@PINNED
 def test_update_alone_bit_for_bit():
     golden = GOLDEN["update_alone"]
     shape = golden["shape"]
@@ -182,6 +177,6 @@ def test_weight_1_is_exactly_the_fast_rail():
 @pytest.mark.pinned("a row of PARAMS")
 def test_each_rank_has_its_own_matrices_rates():
     """A rank's block may begin at an odd matrix."""
-    (row,) = [row for row in tg.PARAMS if row.name == "mlp_bank"]
+    row = spec_of("mlp_bank")
     shards = [tg.anvil_init(torch.zeros(3, 4, 4), row, torch.float32, first) for first in (0, 3)]
     assert [shard["matrix_lr_mul"].flatten().tolist() for shard in shards] == [[1, 2, 1], [2, 1, 2]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN92, distance, fill, same_bits, stats
+from golden_inputs import GOLDEN92, distance, fill, same_bits, stats, training_of
 from test_distributed import (  # noqa: F401 (a fixture)
     AVERAGES,
     build,
@@ -22,6 +22,7 @@ from test_distributed import (  # noqa: F401 (a fixture)
     with_dtype,
 )
 
+PINNED = pytest.mark.pinned("averages of the record preset")
 GOLDEN = GOLDEN92["f_endings"]
 TINY = GOLDEN["tiny"]
 # The golden names of the rows of the record preset's averages.
@@ -31,7 +32,7 @@ ACCUMULATORS = "tail_ema", "tail_average", "value_average", "bank_blend", "bank_
 # ---- the record's table ------------------------------------------------------------------------------------
 
 
-@pytest.mark.pinned("averages of the record preset")
+@PINNED
 @pytest.mark.parametrize("row, name", list(enumerate(ACCUMULATORS)))
 def test_the_records_averages(row, name):
     golden = GOLDEN["full_size"][name]
@@ -110,7 +111,7 @@ def run_tiny(rank, world_size, dtype):
     return averages, params
 
 
-@pytest.mark.pinned("averages of the record preset")
+@PINNED
 def test_the_tiny_run():
     """Compares all averages after each of their ticks, and what is shipped, in fp64."""
     averages, final = run_tiny(0, 1, "float64")
@@ -133,7 +134,7 @@ def tiny_bits(rank, world_size):
     return {name: p.flatten().view(torch.uint16).tolist() for name, p in final.items()}
 
 
-@pytest.mark.pinned("averages of the record preset")
+@PINNED
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_bits_that_the_tiny_run_ships(workers, world_size):
     """Weights in bf16, averages in fp32, each write rounded to bf16."""
@@ -212,10 +213,8 @@ def test_endings_are_on_the_clock_and_before_the_final_validation(everything, mo
     record(tg.Optimizer, "apply_averages")
     record(tg.Clock, "synchronized")
     record(tg, "validate")
-    data = tg.open_dataset(everything)
     exchange, model, optimizer = build(0, 1, everything)
-    training = tg.Training(data, model, optimizer, tg.ValLoader(everything, data.val), exchange)
-    tg.train(training, tg.RunLog(), tg.Progress())
+    tg.train(training_of(model, optimizer, exchange), tg.RunLog(), tg.Progress())
     # The clock starts, and stops while the averages are validated.
     assert calls == ["synchronized", "apply_averages", "synchronized", "validate", "synchronized"]
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import fp8_buffers
+from golden_inputs import fp8_buffers, generator
 from test_compiled import compile  # noqa: F401 (a fixture)
 from test_kernels import (
     bits,
     fp8_steps_apart,
-    generator,
     nan_filled,
     nan_padded,
     needs_gpu,
@@ -47,6 +46,7 @@ def on(device, *tensors):
 
 
 F32, BF16 = torch.float32, torch.bfloat16
+FLOATS = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 
 
 def test_places_among(device):
@@ -114,7 +114,7 @@ def updated_in_fp64(table, moments, last, rows, grads, beta2, lr, decay):
 
 
 @pytest.mark.parametrize("beta2", [0.95, 0.5])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@FLOATS
 def test_update_rows(device, dtype, beta2):
     """Checks moments and weights within a few roundings of fp64; nothing else may change."""
     decays = (beta2 ** torch.arange(TIME + 1).double()).float().to(device)
@@ -152,7 +152,7 @@ def test_transpose_copy(device, dtype):
         assert torch.equal(bits(out), bits(x.T))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@FLOATS
 def test_add_columns(device, dtype):
     """Checks that only the given columns change. All others are NaN."""
     for k in 63, 64, 299:
@@ -166,7 +166,7 @@ def test_add_columns(device, dtype):
         assert torch.equal(bits(out.cpu()), bits(before))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@FLOATS
 def test_conversion_to_fp8(device, dtype):
     """Checks numbers and scales. Compiled code rounds quotients of bf16 numbers to fp32."""
     rounding = 0

@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.numeric, pytest.mark.pinned("the model or the schedule
 
 MODEL = GOLDEN92["a_model"]
 DTYPES = {"fp32": "float32", "fp64": "float64"}
-CASES = list(MODEL["cases"])
+CASES = pytest.mark.parametrize("case", MODEL["cases"])
+KINDS = pytest.mark.parametrize("kind", DTYPES)
 # A token's loss. fp32: twice what the reference's own fp32 and fp64 differ by, and for two programs.
 LOSS_NEAR = {"fp32": 2e-6, "fp64": 1e-12}
 # Bounds on statistics of gradients, in units of l2. fp32: the reference's own differ by up to 1.8e-5.
@@ -74,8 +75,8 @@ def golden_model(case, kind):
     return model, plan._replace(windows=windows, mtp=tuple(want["mtp_weights"]), prefix=want["prefix_weight"])
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@KINDS
+@CASES
 def test_training_losses(case, kind):
     model, plan = golden_model(case, kind)
     want = MODEL["cases"][case]
@@ -99,8 +100,8 @@ def test_attention_cap(case):
     assert batch.cu_seqlens.tolist() == want + (128 - len(want)) * want[-1:] and batch.max_doc_len == 2560
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@KINDS
+@CASES
 def test_validation_losses(case, kind):
     model, plan = golden_model(case, kind)
     want = MODEL["cases"][case]
@@ -127,15 +128,15 @@ def gradients(case, kind):
     return golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@KINDS
+@CASES
 def test_gradients(case, kind):
     grads = gradients(case, kind)
     for name, golden in MODEL["cases"][case]["gradients"].items():
         assert distance(grads[name], golden) < NEAR[kind], name
 
 
-@pytest.mark.parametrize("case", CASES)
+@CASES
 def test_every_entry_of_small_gradients(case):
     grads = gradients(case, "fp64")
     for name, golden in MODEL["cases"][case]["small_gradients_in_full"].items():

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.numeric
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden_pointer.json").read_text())
 HEAD = GOLDEN["d_head"]
+PINNED = pytest.mark.pinned("the copy pointer of PR 379")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 
 
@@ -43,7 +44,7 @@ def window_of(case):
 ATTENDS = [case for case in GOLDEN["a_pointer"]["cases"] if window_of(case)]
 
 
-@pytest.mark.pinned("the copy pointer of PR 379")
+@PINNED
 @DTYPES
 @pytest.mark.parametrize("case", ATTENDS, ids=lambda case: case["name"])
 def test_golden_weights_and_gradients(case, dtype):
@@ -82,7 +83,7 @@ def mixture_inputs(case, dtype):
     return logits, torch.tensor(case["targets"]), torch.tensor(case["weights"], dtype=dtype), copies
 
 
-@pytest.mark.pinned("the copy pointer of PR 379")
+@PINNED
 @DTYPES
 @MIXTURES
 def test_golden_mixture(case, dtype):
@@ -96,7 +97,7 @@ def test_golden_mixture(case, dtype):
         close(tg.next_token_losses(logits, targets[:, 0], copies), case["losses"], dtype, fp32=4e-6)
 
 
-@pytest.mark.pinned("the copy pointer of PR 379")
+@PINNED
 @pytest.mark.slow
 @MIXTURES
 def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
@@ -115,7 +116,7 @@ def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
     assert not copies.grad[:, 0].any()
 
 
-@pytest.mark.pinned("the copy pointer of PR 379")
+@PINNED
 @DTYPES
 @pytest.mark.parametrize("chunk", [1, 5, 24])
 @pytest.mark.parametrize("name", [name for name, case in HEAD["cases"].items() if window_of(case)])
