@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in "evals", "records", "bench", "data", "", "tests":
+for folder in "evals", "records", "bench/gpu", "bench", "data", "", "tests":
     sys.path.insert(0, str(ROOT / folder))
 
 from launch import CONTEXT, WAIT

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 import train_gpt as tg
 from configs import BASE
@@ -27,6 +27,10 @@ GOLDEN, GOLDEN92, GOLDEN_FP8 = (
 )
 LOW = 0xFFFFFFFF
 WORLD = 4  # ranks for which our banks are padded
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
 
 
 def hash_words(n, k):
@@ -62,21 +66,21 @@ FILL = {  # k, scale, offset
     "post_lambdas":    (1, .20, 1.00),
     "resid_lambdas":   (4, .10, 1.05),
     "scalars":         (5, .40, 0.60),
-    "value_embeds":    (6, .50, 0),
-    "ve_gate_bank":    (8, .40, 0),
-    "qk_bank":         (9, .06, 0),
-    "narrow_qk_bank":  (9, .06, 0),
-    "vo_bank":        (10, .20, 0),
-    "mlp_bank":       (11, .05, 0),
-    "smear_gate":     (12, .50, 0),
-    "lm_head":        (14, .30, 0),
-    "embed":          (15, .30, 0),
-    "mudd_w1":        (17, .10, 0),
-    "mudd_w2":        (18, .15, 0),
-    "mudd_w2g":       (26, .15, 0),
+    "value_embeds":    (6, .50),
+    "ve_gate_bank":    (8, .40),
+    "qk_bank":         (9, .06),
+    "narrow_qk_bank":  (9, .06),
+    "vo_bank":        (10, .20),
+    "mlp_bank":       (11, .05),
+    "smear_gate":     (12, .50),
+    "lm_head":        (14, .30),
+    "embed":          (15, .30),
+    "mudd_w1":        (17, .10),
+    "mudd_w2":        (18, .15),
+    "mudd_w2g":       (26, .15),
     "mudd_b2":        (19, 4.0, 1),
-    "mudd_gate_w1":   (20, .20, 0),
-    "mudd_gate_w2":   (21, .30, 0),
+    "mudd_gate_w1":   (20, .20),
+    "mudd_gate_w2":   (21, .30),
     "mudd_gate_b2":   (22, 4.0, 1),
     "mudd_gate_scale": (25, 0, .13),  # 0.13; the stream is of gradients
 }
@@ -218,6 +222,12 @@ def fill_model(model, tied):
     return model
 
 
+def spec_of(name):
+    """Returns the row of a parameter in the script's table."""
+    (spec,) = [row for row in tg.PARAMS if row.name == name]
+    return spec
+
+
 def targets_of(model, batch, plan):
     return tg.loss_targets(batch.targets, len(plan.mtp), model.prefixes if plan.prefix else None)
 
@@ -234,8 +244,7 @@ def fp8_buffers(bank):
 
 def head_of(w):
     """Returns the LMHead of a matrix w (d, V), with zeros as its gradient so far."""
-    (spec,) = (row for row in tg.PARAMS if row.name == "lm_head")
-    return tg.LMHead(spec, w, BASE, tg.Exchange(0, 1))
+    return tg.LMHead(spec_of("lm_head"), w, BASE, tg.Exchange(0, 1))
 
 
 def backward(model, batch, plan):
@@ -254,6 +263,20 @@ def write_shard(path, tokens, vocab_size=0, bos_id=0, text_bytes=0):
     header = shard_header(len(tokens), vocab_size, bos_id, text_bytes)
     path.write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
     return path
+
+
+def train_loader(cfg, rank=0, world_size=1, position=(0, 0)):
+    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, position)
+
+
+def val_loader(cfg):
+    return tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+
+
+def training_of(model, optimizer, prefetch):
+    """Returns what warm_up() and train() take, with the config's data."""
+    cfg = model.cfg
+    return tg.Training(tg.open_dataset(cfg), model, optimizer, val_loader(cfg), prefetch)
 
 
 def batch_plan(batch_tokens, max_doc_len):
@@ -327,6 +350,10 @@ def row_plans(cfg, exchange, ids):
     exchanges = batches.next().routes
     batches.loader.close()
     return {"tokens": exchanges["embed"], "hashed": exchanges["bigram_embed"]}
+
+
+def tensors_of(nest):
+    return [t for t in tree_leaves(nest) if isinstance(t, torch.Tensor)]
 
 
 def flatten(nest):

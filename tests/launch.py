@@ -294,6 +294,10 @@ class Launch:
             wait([process.sentinel for process in running], 1)
         return self.statuses
 
+    def succeed(self):
+        """Waits until all ranks have ended well."""
+        assert not any(self.wait()), self.err
+
     @property
     def statuses(self):
         return [process.exitcode for process in self.processes]

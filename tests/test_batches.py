@@ -10,22 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import same_bits, write_shard
+from golden_inputs import generator, same_bits, tensors_of, train_loader, write_shard
 from launch import WAIT
 from test_distributed import batches_of, cfg, ngram_config  # noqa: F401 (a fixture)
 
 # ---------------------------------------------------------------------------------------------------- batches
-
-
-def train_loader(cfg, rank=0, world_size=1):
-    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
-
-
-def tensors_of(nest):
-    return [t for t in tree_leaves(nest) if isinstance(t, torch.Tensor)]
 
 
 def rows_of(parts, field):
@@ -213,7 +204,7 @@ def test_segment_sum_rows(shape, dtype, signed):
     The model's signs do not reach rows that have none, as tokens' do not.
     """
     rng = np.random.default_rng(5)
-    g = torch.Generator().manual_seed(6)
+    g = generator(6)
     out = torch.full(shape, torch.nan, dtype=dtype)
     signs = (torch.randint(0, 2, (11, math.prod(shape[1:])), generator=g) * 2 - 1).to(dtype)
     # Most positions are on few rows, as in text; with the power of 99 nearly all are on one.

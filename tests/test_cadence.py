@@ -12,7 +12,7 @@ import torch
 
 import train_gpt as tg
 from configs import BASE
-from golden_inputs import GOLDEN92, RECORD92, distance, fill, golden_signs, tiny_config
+from golden_inputs import GOLDEN92, RECORD92, distance, fill, generator, golden_signs, spec_of, tiny_config
 
 SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,7 +53,7 @@ STREAMS = {
 
 def adam_events(name, dtype):
     """Yields the golden event, p and state after each update in steps 332 .. 344, from summed gradients."""
-    golden, (row,) = ADAM[name], [row for row in tg.PARAMS if row.name == name.removesuffix("g")]
+    golden, row = ADAM[name], spec_of(name.removesuffix("g"))
     p = fill((golden["n"],), STREAMS[name] + 900, 0.2).to(DTYPES[golden["dtype"]]).to(dtype)
     moments = torch.promote_types(dtype, torch.float32)
     state, grad, events = tg.adam_init(p, row, moments, 0), torch.zeros(p.shape), iter(golden["events"])
@@ -90,7 +90,7 @@ def test_golden_adam(name):
 def test_golden_untying():
     """Updates lm_head with both gradients up to step 1175, then each by its own."""
     golden = ADAM["untie"]
-    rows = tuple(row for row in tg.PARAMS if row.name in ("lm_head", "embed"))
+    rows = spec_of("embed"), spec_of("lm_head")
     cfg = replace(tg.RECORD, params=rows, heads=1, head_dim=3, padded_vocab=5, dtype="float64")
     cfg = replace(cfg, ngrams=tg.Ngrams())
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
@@ -125,7 +125,7 @@ SMALL = (
 
 
 def small_values(seed):
-    g, shapes = torch.Generator().manual_seed(seed), tg.param_shapes(SMALL_CFG, 1)
+    g, shapes = generator(seed), tg.param_shapes(SMALL_CFG, 1)
     return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
 
 

@@ -17,6 +17,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import train_gpt as tg
 from configs import BASE
+from golden_inputs import generator, spec_of, training_of, val_loader
 from gpu_code import SingleRankExchange
 from test_distributed import build, few_layers, run_steps  # noqa: F401 (a fixture)
 
@@ -83,7 +84,7 @@ def train(cfg, backend):
     """Trains a run, with a validation after every step; returns losses and the model's tensors."""
     exchange, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    val = val_loader(cfg)
     losses = []
     for batch, loss in run_steps(model, optimizer):
         losses += [loss.item(), tg.validate(model, val, exchange, batch.plan.windows)]
@@ -121,9 +122,7 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
             return thread.submit(backward, *args, **options).result()
 
         monkeypatch.setattr(torch.autograd, "backward", in_thread)
-        data = tg.open_dataset(cfg)
-        model, optimizer = tg.build(cfg, MASKED, exchange, 0)
-        training = tg.Training(data, model, optimizer, tg.ValLoader(cfg, data.val), exchange)
+        training = training_of(*tg.build(cfg, MASKED, exchange, 0), exchange)
         validate = tg.validate
 
         def validate_alone(*args):
@@ -141,10 +140,10 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
 def update_twice(name):
     """Updates bf16 (3, 10, 8) numbers as the parameter `name`; returns them and its state's, in fp32."""
     cfg = replace(BASE, bank_wd=5.0, two_momenta_from=2)
-    g = torch.Generator().manual_seed(0)
+    g = generator(0)
     p = torch.randn(3, 10, 8, generator=g).bfloat16()
     grad = torch.randn(3, 10, 8, generator=g)
-    (row,) = [row for row in cfg.params if row.name == name]
+    row = spec_of(name)
     rule = tg.UPDATE_RULES[row.optimizer]
     state = rule.init(p, row, torch.float32, 0)
     if row.optimizer == "adam":

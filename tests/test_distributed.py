@@ -16,9 +16,13 @@ from configs import BASE
 from golden_inputs import (
     CountingExchange,
     flatten,
+    generator,
     prefetch_exchange,
     random_documents,
     same_bits,
+    train_loader,
+    training_of,
+    val_loader,
     write_shard,
 )
 
@@ -125,7 +129,7 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
     tg.check_config(cfg, world_size)
     model = tg.GPT(cfg, world_size, seed=seed, backend=backend)
     with torch.no_grad():  # away from zeros, which hide mistakes
-        noise = torch.Generator().manual_seed(99)
+        noise = generator(99)
         for name, shape in sorted(tg.param_shapes(cfg, 1).items()):  # in any order of the table
             if name != "embed":
                 getattr(model, name)[: shape[0]] += 0.03 * torch.randn(shape, generator=noise)
@@ -137,7 +141,7 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
 
 def start_values(cfg):
     """Returns rows and state of the table of n-grams, away from zeros; a quarter of the moments are 0."""
-    g = torch.Generator().manual_seed(6)
+    g = generator(6)
     ngrams = cfg.ngrams
     count = ngrams.rows_per_token * ngrams.rows_per_order
     rows = torch.randn(count, ngrams.width, generator=g).to(tg.dtype_of(ngrams.dtype))
@@ -169,7 +173,7 @@ def states(model, optimizer):
 
 def batches_of(cfg, rank, world_size, first=0, position=(0, 0)):
     """Returns the batches of a run from step `first` on."""
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, position)
+    loader = train_loader(cfg, rank, world_size, position)
     plans = [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
     return tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
 
@@ -228,11 +232,9 @@ def look(model, optimizer):
 
 def warm_up(model, optimizer, steps, prefetch):
     """Warms up with these steps, and checks that the table of n-grams is as before."""
-    cfg = model.cfg
-    data = tg.open_dataset(cfg)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "warmup_steps", lambda cfg: steps)
-        tg.warm_up(tg.Training(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch))
+        tg.warm_up(training_of(model, optimizer, prefetch))
     for t in optimizer.ngrams.state_dict().values():
         assert not t.any()
 
@@ -251,7 +253,7 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
             if len(t) < len(value):  # a rank has its own rows only
                 value = value[rank::world_size]
             t[: len(value)] = value
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    val = val_loader(cfg)
     windows = tg.window_tokens(cfg, cfg.val_windows)
     model.use_rotary(len(cfg.stages) - 1)
     found = {"start": tg.validate(model, val, exchange, windows), "losses": [], "steps": [], "reads": []}
@@ -492,7 +494,7 @@ def test_gathers_end_in_the_next_step(everything, monkeypatch):
 
 def wide_range(rank):
     """Returns numbers over many powers of two, bf16, so that the order of additions shows."""
-    g = torch.Generator().manual_seed(rank)
+    g = generator(rank)
     numbers = torch.randn(64, 5, generator=g)
     exponents = torch.randint(-10, 10, (64, 5), generator=g)
     return (numbers * 2.0**exponents).bfloat16()
@@ -544,7 +546,7 @@ def test_validation_losses_are_averaged_in_fp32(cfg):
     """Validates a bf16 model: with its 8 bits the mean would be off in the third digit."""
     cfg = with_dtype(cfg, "bfloat16")
     exchange, model, _ = build(0, 1, cfg)
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    val = val_loader(cfg)
     windows = {"short": 6, "long": 20}
     losses = [model.token_losses(val.slice(i), windows).mean().item() for i in range(3)]
     assert tg.validate(model, val, exchange, windows) == pytest.approx(np.mean(losses), rel=1e-6)

@@ -16,7 +16,6 @@ import train_gpt as tg
 from launch import WAIT
 
 BENCH = Path(tg.__file__).resolve().parent / "bench"
-sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]
 import check
 import kernels
 import launching

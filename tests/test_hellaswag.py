@@ -13,6 +13,7 @@ import torch
 import fineweb
 import hellaswag
 import train_gpt as tg
+from golden_inputs import generator
 from hellaswag import Item
 from test_evals import randomize, save
 from test_ngram_runs import make_config
@@ -52,7 +53,7 @@ def test_packed_losses_are_those_of_each_text_alone(tmp_path, orders):
     randomize(model)
     model.ngrams = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1)).ngrams
     if orders:
-        model.ngrams.block.normal_(generator=torch.Generator().manual_seed(1))
+        model.ngrams.block.normal_(generator=generator(1))
     save(path, model)
     model, encoding = hellaswag.load(path)
     documents = hellaswag.encode(Item("abc " * 50, ["a"] * 4, 0), encoding)[3:]

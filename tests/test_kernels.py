@@ -12,15 +12,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
-from golden_inputs import fp8_buffers
+from golden_inputs import fp8_buffers, generator
 
 pytestmark = [pytest.mark.numeric, pytest.mark.forms("a Triton kernel and its plain form")]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

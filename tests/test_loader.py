@@ -12,7 +12,7 @@ import torch
 
 import train_gpt as tg
 from configs import BASE
-from golden_inputs import batch_plan, random_documents, write_shard
+from golden_inputs import batch_plan, random_documents, train_loader, val_loader, write_shard
 from launch import WAIT
 
 VOCAB, BOS = 257, 256
@@ -40,10 +40,6 @@ def test_a_split_is_the_end_of_a_name(tmp_path):
         (tmp_path / name).touch()
     for split, names in ("train", train), ("val", val):
         assert [path.name for path in tg.find_shards(str(tmp_path), split)] == names
-
-
-def train_loader(cfg, rank=0, world_size=1, position=(0, 0)):
-    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, position)
 
 
 # ------------------------------------------------------------------------------------------ the naive program
@@ -211,7 +207,7 @@ def test_validation_slices(tmp_path):
     shards = make_shards(tmp_path, np.random.default_rng(11), [333, 40, 500, 90], "val", max_doc_len=60)
     cfg = config(tmp_path, val_slices=6, val_slice_tokens=128)
     stream = np.concatenate(shards).tolist()
-    loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    loader = val_loader(cfg)
     batches = [loader.slice(i) for i in range(6)]  # a later one does not change an earlier one
     for number, batch in enumerate(batches):
         tokens = stream[128 * number : 128 * number + 129]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import head_of, targets_of
+from golden_inputs import generator, head_of, targets_of, tensors_of
 from test_distributed import build, cfg, first_batch, run_steps, with_dtype  # noqa: F401 (a fixture)
 
 NEAR = dict(rtol=1e-12, atol=1e-13)
@@ -20,7 +19,7 @@ BANKS = [row.name for row in tg.PARAMS if row.kind == "bank"]
 
 
 def randn(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 # ----------------------------------------------------------------------------------------------- the contract
@@ -150,7 +149,7 @@ def test_write_grad(written):
 @pytest.mark.parametrize("written", [True, False])
 def test_write_grad_in_fp8(written):
     """Writes a product of codes times both scales, or adds it: rounded once. All sums are exact in fp32."""
-    g = torch.Generator().manual_seed(0)
+    g = generator(0)
     a, b = torch.randint(-8, 9, (2, 16, 256), generator=g).float()
     old = (torch.randint(-99, 100, (16, 16), generator=g) / 8).bfloat16()
     main_grad = old.clone()
@@ -263,10 +262,6 @@ def test_gradients_of_a_batch_are_autograds(cfg, main_grad):
 # ----------------------------------------------------------------------------------------------------- memory
 
 
-def tensors_in(tree):
-    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
-
-
 class TensorRecorder(TorchDispatchMode):
     """Keeps the shapes of all tensors that operations allocated, and of those they cleared."""
 
@@ -276,10 +271,10 @@ class TensorRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        inputs = tensors_in((args, kwargs))
+        inputs = tensors_of((args, kwargs))
         old = {t.untyped_storage().data_ptr() for t in inputs}
         clears = func.__name__.split(".")[0] in ("zero_", "fill_", "masked_fill_")
-        for t in tensors_in(result):
+        for t in tensors_of(result):
             if clears or t.untyped_storage().data_ptr() not in old:
                 self.shapes.add(tuple(t.shape))
         return result

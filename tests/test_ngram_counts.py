@@ -7,6 +7,7 @@ import pytest
 
 import ngram
 import train_gpt as tg
+from golden_inputs import val_loader
 from launch import make_corpus
 from test_ngram_runs import make_config
 
@@ -67,7 +68,7 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
     ngram.main(["--model", path, "--data", cfg.data])
     rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
     losses = [float(loss) for loss, _ in rows]
-    val = tg.ValLoader(model.cfg, tg.find_shards(cfg.data, "val"))
+    val = val_loader(cfg)
     windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
     assert losses[0] == pytest.approx(tg.validate(model, val, tg.Exchange(0, 1), windows), abs=6e-5)
     assert max(losses[1:]) < losses[0] - 1  # the model has learned nothing

@@ -16,7 +16,7 @@ import torch
 
 import synthetic
 import train_gpt as tg
-from golden_inputs import same_bits
+from golden_inputs import generator, same_bits
 from launch import WAIT, FaultAtCall, Launch, SetGlobal, die
 from saved_model import load_model
 from test_resume import ATTEMPTS, closing_block, corpus, launch, logs, make_config  # noqa: F401 (fixtures)
@@ -109,7 +109,7 @@ def saved(launch_two, tmp_path_factory):
     """Returns the folder of a run with --save."""
     folder = tmp_path_factory.mktemp("saved")
     with launch_two(folder, "--save", "model.pt", change=CHANGE) as run:
-        assert run.wait() == [0, 0], run.err
+        run.succeed()
     return folder
 
 
@@ -125,7 +125,7 @@ def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
         assert -signal.SIGKILL in run.wait(), run.err
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.txt")
     with launch_two(tmp_path, *options, "--resume", log, change=CHANGE) as run:
-        assert run.wait() == [0, 0], run.err
+        run.succeed()
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.from4_*.txt")
     ours = torch.load(tmp_path / "model.pt")
     theirs = torch.load(saved / "model.pt")
@@ -143,7 +143,7 @@ def save_table(rank, world_size, folder, cfg):
     model = tg.GPT(cfg, world_size)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(rank, world_size))
     model.ngrams = optimizer.ngrams
-    rows = torch.randn(602, 12, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows = torch.randn(602, 12, generator=generator(1)).bfloat16()
     own = rows[rank::world_size]
     optimizer.ngrams.block[: len(own)] = own
     tg.save_model(f"{folder}/m.pt", model, "0123456789ab", optimizer.exchange)

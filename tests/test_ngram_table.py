@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import prefetch_exchange, same_bits
+from golden_inputs import prefetch_exchange, same_bits, training_of, val_loader
 from saved_model import load_model
 from test_distributed import batches_of, build, join, ngram_config, same_on_all_ranks, start_values, train
 
@@ -165,8 +165,8 @@ def live(rank, world_size, cfg, folder, limit):
     """Runs what a table goes through; returns large storages, and the peak of Python's and NumPy's memory."""
     exchange, model, optimizer = build(rank, world_size, cfg)
     mode = Storages(limit, {t.untyped_storage().data_ptr() for t in optimizer.ngrams.state_dict().values()})
-    data, windows = tg.open_dataset(cfg), tg.window_tokens(cfg, cfg.val_windows)
-    val, build_batch = tg.ValLoader(cfg, data.val), tg.Prefetcher._build
+    val, windows = val_loader(cfg), tg.window_tokens(cfg, cfg.val_windows)
+    build_batch = tg.Prefetcher._build
 
     def watched(*args):  # a mode belongs to one thread
         with mode:
@@ -176,7 +176,7 @@ def live(rank, world_size, cfg, folder, limit):
         patch.setattr(tg.Prefetcher, "_build", watched)
         patch.setattr(tg, "FIRST_READ", 1 << 12)  # a constant, but more than `limit`
         patch.setattr(tg, "warmup_steps", lambda cfg: [range(2)])
-        tg.warm_up(tg.Training(data, model, optimizer, val, prefetch_exchange(rank, world_size)))
+        tg.warm_up(training_of(model, optimizer, prefetch_exchange(rank, world_size)))
         batches = batches_of(cfg, rank, world_size)
         for _ in range(3):
             tg.train_step(model, optimizer, batches.next(), batches.peek)

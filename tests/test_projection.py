@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-import train_gpt as tg
-from golden_inputs import RECORD92
-
-sys.path.insert(0, str(Path(tg.__file__).resolve().parent / "bench"))
 import measured
 import projection
+import train_gpt as tg
+from golden_inputs import RECORD92
 from projection import Model, Op
 
 

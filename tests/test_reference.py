@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import head_of
-from test_kernels import generator
+from golden_inputs import generator, head_of
 
 pytestmark = pytest.mark.numeric
 

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import same_bits
+from golden_inputs import same_bits, tensors_of
 from launch import TINY, FaultAtCall, FaultAtWrite, Launch, die, list_checkpoints, make_corpus, settings
 
 SMALL = """
@@ -61,7 +60,7 @@ def uninterrupted(launch, tmp_path_factory):
             folder, "--checkpoint-every", 3, "--save", "model.pt", change=change, world_size=world_size
         )
         with run:
-            assert set(run.wait()) == {0}, run.err
+            run.succeed()
         return folder
 
     return uninterrupted
@@ -181,7 +180,7 @@ def litter():
 def test_other_files_beside_checkpoints_end_no_run(launch, tmp_path):
     faults = {0: FaultAtCall("save_checkpoint", 2, litter)}
     with launch(tmp_path, "--checkpoint-every", 4, faults=faults) as run:
-        assert run.wait() == [0], run.err
+        run.succeed()
     assert found_in_logs(tmp_path, r"^checkpoint: after step (\d+);") == {"4", "8"}
 
 
@@ -217,7 +216,7 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
             assert step == 4
         faults = {0: FaultAtCall("train_step", 6, list_checkpoints)}
         with launch(folder, *options, change=change, world_size=2, faults=faults) as run:
-            assert set(run.wait()) == {0}, run.err
+            run.succeed()
         assert f"checkpoints: step{step + 4:08d}\n" in run.out  # and nothing half written or older
         assert_same_end(folder, uninterrupted(2, *change))
     write_shard = ["open", "half of torch.save"]
@@ -239,7 +238,7 @@ def test_each_rank_saves_its_own_shards(stopped, corpus):
     saved = [torch.load(path, weights_only=True) for path in paths]
     for path, content in zip(paths, saved):
         assert content["params"]["lm_head"]["state"]["steps"] == 4
-        tensors = [t for t in tree_leaves(content) if isinstance(t, torch.Tensor)]
+        tensors = tensors_of(content)
         size = sum(t.nbytes for t in tensors)
         assert size == sum(t.untyped_storage().nbytes() for t in tensors)
         assert size < path.stat().st_size < size + 500 * len(tensors) + 20000
@@ -275,7 +274,7 @@ def test_the_log_of_a_resumed_run(launch, uninterrupted, stopped):
     torch.save(saved, path / "rank0.pt")
     # How many samples are printed at the end may differ.
     with launch(folder, "--resume", log_of(folder), "--save", "model.pt", change=("samples=0",)) as run:
-        assert run.wait() == [0], run.err
+        run.succeed()
     name = path.parent.stem
     first, resumed = sorted(logs(folder), key=len)
     assert first == f"{name}.txt" and resumed.startswith(f"{name}.from4_")

@@ -196,7 +196,7 @@ def test_the_target_is_named_in_its_track_only(folder, target, option, said):
     presets = tg.PRESETS | {"cpu": replace(tg.CPU, **task)}
     arguments = ["--preset", "cpu", *option.split(), *settings("warmup=false", "length=0.1")]
     with Launch(folder, *arguments, faults={0: SetGlobal("PRESETS", presets)}) as process:
-        assert process.wait() == [0], process.err
+        process.succeed()
         found = [line for line in process.out.splitlines() if "target" in line]
         assert found == said.splitlines()
 
@@ -258,7 +258,7 @@ def test_any_seed_and_any_screen(folder, tmp_path):
     change = settings("warmup=false", "stages.*.prefix=", "samples=1", "length=0.1")
     arguments = ["--preset", "cpu", "--data", "corpus", "--seed", str(10**20)] + change
     with Launch(data.parent, *arguments, faults={0: ascii_screen}) as process:
-        assert process.wait() == [0], process.err
+        process.succeed()
         assert "sample: '\\ufffd" in process.out
 
 

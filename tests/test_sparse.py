@@ -10,7 +10,7 @@ import torch
 
 import train_gpt as tg
 from configs import BASE
-from golden_inputs import prefetch_exchange, row_plans, same_bits
+from golden_inputs import generator, prefetch_exchange, row_plans, same_bits
 
 ROUNDS = 12
 ROWS_PER_RANK = {"tokens": 8, "hashed": 40}
@@ -26,7 +26,7 @@ def draw(rank, world_size, dtype, i):
 
     It touches none, some or all of an owner's rows. In one round no rank touches any.
     """
-    masks, grads, g = {}, {}, torch.Generator().manual_seed(1000 * i + rank)
+    masks, grads, g = {}, {}, generator(1000 * i + rank)
     for kind, rows in ROWS_PER_RANK.items():
         shares = torch.tensor([0, 0, 0.3, 1])[torch.randint(0, 4, (world_size, 1), generator=g)]
         masks[kind] = (torch.rand(world_size, rows, generator=g) < shares * (i != 2)).flatten()

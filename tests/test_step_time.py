@@ -1,19 +1,15 @@
 """Tests bench/step_time.py: what it counts and prints. Asserts no times."""
 
-import sys
 from dataclasses import replace
 from functools import reduce
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import step_time
 import train_gpt as tg
 from launch import TINY
-
-sys.path.insert(0, str(Path(tg.__file__).resolve().parent / "bench"))
-import step_time
 
 SETTINGS = TINY + ["compile=false", "attention_impl=dense", "stages.*.steps=2", "stages.3.steps=0"]
 
