@@ -161,17 +161,14 @@ def test_momentum_and_rails_of_the_record(row):
 
 
 def test_weight_1_is_exactly_the_fast_rail():
-    grad = fill((1, 8, 8), 1)
-    fast = fill((1, 8, 8), 2)
-    results = []
-    for slow in (torch.zeros(1, 8, 8), fill((1, 8, 8), 3, 1e4)):
-        fast_rate, fast_weight, momentum = torch.tensor([0.1, 1.0, 0.9])
-        results.append(
-            tg.nesterov_momentum(
-                grad, fast.clone(), slow, 0.02, fast_rate, fast_weight, momentum, torch.float32
-            )
-        )
-    assert torch.equal(*results)
+    """However large the slow one is."""
+    shape = 1, 8, 8
+    numbers = torch.tensor([0.1, 1.0, 0.9])  # the fast rail's rate and weight; the momentum
+    means = []
+    for size in 0, 1e4:
+        rails = fill(shape, 2), fill(shape, 3, size)
+        means.append(tg.nesterov_momentum(fill(shape, 1), *rails, 0.02, *numbers, torch.float32))
+    assert torch.equal(*means)
 
 
 @pytest.mark.pinned("a row of PARAMS")
