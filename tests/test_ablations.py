@@ -12,7 +12,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -220,31 +220,20 @@ def test_tiny_keeps_no_losses(trained, capsys):
     assert not Path("ablations.jsonl").exists()
 
 
-class Timed:
-    """Stands in for bench/step_time.py, whose steps all take 1 ms."""
-
-    tg = tg
-    Variant = staticmethod(lambda name, cfg, device: cfg)
-
-    def Training(cfg, stage, world_size, paths, steps):
-        training = SimpleNamespace(cfg=cfg, loader=SimpleNamespace(close=lambda: None))
-        training.warm_up = training.step = lambda *count: None
-        training.pairs = lambda: np.ones(worth.PAIRS)
-        return training
+def timer_of(counts):
+    """Stands in for the timer of a script whose stages have so many steps, of 1 ms each."""
+    stages = tuple(replace(tg.CPU.stages[0], steps=steps) for steps in counts)
+    timer = Mock(Variant=lambda name, cfg, device: cfg)
+    timer.Training = lambda cfg, *_: Mock(cfg=cfg, pairs=lambda: np.ones(worth.PAIRS))
+    timer.tg.PRESETS = {"cpu": replace(tg.CPU, stages=stages)}
+    return timer
 
 
 @pytest.mark.parametrize("counts, ratio", (((2,), 0.2), ((2, 3, 5, 0, 10), 2.0)))
-def test_variants_may_have_other_stages(tmp_path, monkeypatch, counts, ratio):
+def test_variants_may_have_other_stages(monkeypatch, counts, ratio):
     """The baseline has 10 steps in four stages."""
-    monkeypatch.setattr(worth, "timer_of", lambda script: Timed)
-    make_corpus(tmp_path / "corpus")
-    stage = replace(tg.CPU.stages[0], steps=0)
-    base = replace(tg.CPU, data=str(tmp_path / "corpus"))
-    for name, numbers in (("base", (1, 2, 3, 4)), ("variant", counts)):
-        stages = tuple(replace(stage, steps=steps) for steps in numbers)
-        monkeypatch.setitem(tg.PRESETS, name, replace(base, stages=stages))
-    sides = worth.Side(tmp_path, ["base"]), worth.Side(tmp_path, ["variant"])
-    monkeypatch.setattr(tg, "override", lambda cfg, name: tg.PRESETS[name])
+    monkeypatch.setattr(worth, "timer_of", timer_of)
+    sides = worth.Side((1, 2, 3, 4), []), worth.Side(counts, [])
     assert worth.time_ratios("cpu", *sides) == pytest.approx(ratio)
 
 

@@ -467,23 +467,25 @@ def test_an_installation_ends_with_the_shell_and_begins_again(repository):
 # ---- A real run --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_the_cpu_preset_trains_without_packages_that_only_others_need(repository):
+def train(repository, *change):
+    """Runs the real script with settings for a second; returns its exit status and its output."""
     shutil.copy(ROOT / "train_gpt.py", repository)
     make_corpus(repository / "corpus")
-    (repository / "tiktoken.py").write_text("raise ImportError('not here')")
-    arguments = ["--tiny", "--data", "corpus", *settings("length=1")]
+    arguments = ["--tiny", "--data", "corpus", *settings(*change)]
     with started(repository, *arguments, PYTHON=sys.executable, OMP_NUM_THREADS="1") as process:
         text = rest_of_output(process)
-    assert process.returncode == 0 and "val_loss: " in text and "means nothing" in text
+    return process.returncode, text
+
+
+@pytest.mark.long
+def test_the_cpu_preset_trains_without_packages_that_only_others_need(repository):
+    (repository / "tiktoken.py").write_text("raise ImportError('not here')")
+    status, text = train(repository, "length=1")
+    assert status == 0 and "val_loss: " in text and "means nothing" in text
     assert list(repository.glob("records/other/attempts/seed0_*.txt"))
 
 
 @pytest.mark.slow
 def test_a_failed_run_ends_with_the_error_of_the_rank_that_failed_first(repository):
-    shutil.copy(ROOT / "train_gpt.py", repository)
-    make_corpus(repository / "corpus")
-    arguments = ["--tiny", "--data", "corpus", *settings("adam_lr=1e30")]
-    with started(repository, *arguments, PYTHON=sys.executable, OMP_NUM_THREADS="1") as process:
-        text = rest_of_output(process)
-    assert process.returncode == 1 and text.rstrip("= \n").endswith("; lower the learning rates")
+    status, text = train(repository, "adam_lr=1e30")
+    assert status == 1 and text.rstrip("= \n").endswith("; lower the learning rates")
