@@ -37,9 +37,9 @@ from launch import (
 
 @dataclass
 class Case:
-    name: str
-    arguments: str | None = None  # by default, the name
+    name: str  # of options: the arguments
     corrupt: Callable = lambda folder: None  # called with the folder that the run starts in
+    arguments: str = ""
     said: bool = True  # by train_gpt.py; not if argparse says it, or there is nothing to set right
     fixture: str = ""  # that folder, in folders(); by default "stopped" if the case resumes, else "fresh"
     ranks: int | None = None
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def words(self):
-        return (self.name if self.arguments is None else self.arguments).split()
+        return (self.name if self.name.startswith("--") else self.arguments).split()
 
 
 # ---- corruptions -------------------------------------------------------------------------------------------
@@ -169,8 +169,12 @@ WRONG = """--preset huge
 --profile 0
 --name ../../../elsewhere
 --data=
+--data nowhere
+--set val_slices=1 --set val_slice_tokens=1500
+--set stages.0.batch_tokens=12000
 --save=
 --resume=
+--resume nowhere
 --set data=
 --set adam_lr
 --set adm_lr=1
@@ -250,87 +254,86 @@ INTERRUPT = FaultAtCall("train_step", 5, interrupt)
 def disk_full_for(rank):
     fault = FaultAtCall("torch.save", 2, disk_full)
     name = f"a disk too full for rank {rank}'s checkpoint"
-    return Case(name, TWO, ranks=2, faults={rank: fault}, steps=8, kept=("step00000004",))
+    return Case(name, arguments=TWO, ranks=2, faults={rank: fault}, steps=8, kept=("step00000004",))
 
 
-def ended(number, rank, name, fault, arguments="", **options):
+def ended(number, rank, name, fault, **options):
     """Returns a case in which a signal, brought by a fault, ends a rank."""
     options |= {"faults": {rank: fault}, "statuses": {rank: -number}}
-    return Case(name, arguments, said=False, **options)
+    return Case(name, said=False, **options)
 
 
 # fmt: off
 CASES = [
     # data
-    Case("no shards", "--data nowhere"),
-    Case("no shards for one rank", "", ranks=2, rank_arguments={1: ["--data", "nowhere"]}),
-    Case("no validation shard", "", lambda folder: (folder / VAL).unlink()),
-    Case("not a shard: truncated", "", truncate(SECOND, 13014)),
-    Case("not a shard: another count", "", set_word(SECOND, 2, 5000)),
-    Case("not a shard: another version", "", set_word(SECOND, 1, 7)),
-    Case("a token outside the vocabulary", "", set_token(FIRST, 5999, 300), steps=0),
-    Case("such a token in a shard that is reached in mid-run", "--set stages.3.steps=10",
-         set_token(SECOND, 5999, 300), steps=8),
-    Case("no whole batch in any shard", "", long_documents, ranks=2, steps=0),
-    Case("a validation token too few", "--set val_slices=1 --set val_slice_tokens=1500"),
-    Case("too few training tokens", "--set stages.0.batch_tokens=12000"),
-    Case("data of GPT-2's vocabulary", "", set_word(FIRST, 3, 0)),
-    Case("no vocabulary for the loss on prefixes", "",
+    Case("no shards for one rank", ranks=2, rank_arguments={1: ["--data", "nowhere"]}),
+    Case("no validation shard", lambda folder: (folder / VAL).unlink()),
+    Case("not a shard: truncated", truncate(SECOND, 13014)),
+    Case("not a shard: another count", set_word(SECOND, 2, 5000)),
+    Case("not a shard: another version", set_word(SECOND, 1, 7)),
+    Case("a token outside the vocabulary", set_token(FIRST, 5999, 300), steps=0),
+    Case("such a token in a shard that is reached in mid-run", set_token(SECOND, 5999, 300),
+         "--set stages.3.steps=10", steps=8),
+    Case("no whole batch in any shard", long_documents, ranks=2, steps=0),
+    Case("data of GPT-2's vocabulary", set_word(FIRST, 3, 0)),
+    Case("no vocabulary for the loss on prefixes",
          lambda folder: (folder / "corpus/vocabulary.txt").unlink()),
-    Case("a vocabulary of other digits", "", write_text("corpus/vocabulary.txt", "the\nan\n")),
-    Case("a vocabulary of other size", "", write_text("corpus/vocabulary.txt", "61\n6162\n")),
+    Case("a vocabulary of other digits", write_text("corpus/vocabulary.txt", "the\nan\n")),
+    Case("a vocabulary of other size", write_text("corpus/vocabulary.txt", "61\n6162\n")),
     # options and settings; below, those of WRONG
     Case("--set microbatches=4", world_size="3"),
     Case("--set padded_vocab=265", world_size="2"),
     Case("--set ngrams.orders= --set bigram_vocab_size=322 --set microbatches=4", world_size="4"),
     # what --save would replace
-    Case("a folder in place of the n-gram rows", "--save model.pt", make_folder("model.pt.ngrams0")),
-    Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
-    Case("another program's zip file in place of the model", "--save photos.zip", make_zip),
-    Case("a text in place of the model", "--save notes.json", write_text("notes.json", '{"preset": "mine"}')),
-    Case("a text in place of the n-gram rows", "--save c", write_text("c.ngrams0", "the deadbeef0123")),
-    Case("a text whose name looks like a table", "--save my.ngrams", write_text("my.ngrams", "the cat")),
-    Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
-    Case("a link to a missing folder", "--save link.pt",
-         lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
+    Case("a folder in place of the n-gram rows", make_folder("model.pt.ngrams0"), "--save model.pt"),
+    Case("such a folder for one rank", make_folder("model.pt.ngrams1"), "--save model.pt", ranks=2),
+    Case("another program's zip file in place of the model", make_zip, "--save photos.zip"),
+    Case("a text in place of the model", write_text("notes.json", '{"preset": "mine"}'), "--save notes.json"),
+    Case("a text in place of the n-gram rows", write_text("c.ngrams0", "the deadbeef0123"), "--save c"),
+    Case("a text whose name looks like a table", write_text("my.ngrams", "the cat"), "--save my.ngrams"),
+    Case("a pipe in place of the model", lambda folder: os.mkfifo(folder / "pipe"), "--save pipe"),
+    Case("a link to a missing folder", lambda folder: (folder / "link.pt").symlink_to("none/model.pt"),
+         "--save link.pt"),
     # variables that a launcher has left
-    Case("two processes, of which one was started", "", world_size="2"),
-    Case("no process", "", world_size="0"),
-    Case("many processes", "", world_size="many"),
+    Case("two processes, of which one was started", world_size="2"),
+    Case("no process", world_size="0"),
+    Case("many processes", world_size="many"),
     # numbers that go wrong
-    Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2, last="step:2/8 .*"),
-    Case("no finite loss after the last step", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
-    Case("no finite loss before the second step", "--set bank_lr=1e30 val_every=1", ranks=0, steps=1),
+    Case("a training loss that is not finite", arguments="--set adam_lr=1e30", ranks=2, steps=2,
+         last="step:2/8 .*"),
+    Case("no finite loss after the last step", arguments=f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2,
+         steps=1),
+    Case("no finite loss before the second step", arguments="--set bank_lr=1e30 val_every=1", ranks=0,
+         steps=1),
     # ranks that do not fit together
-    Case("ranks with other options", "", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
-    Case("ranks with other data", "", other_corpus, ranks=2, rank_arguments={1: ["--data", "other"]}),
-    Case("ranks with other scripts", "", ranks=2,
+    Case("ranks with other options", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
+    Case("ranks with other data", other_corpus, ranks=2, rank_arguments={1: ["--data", "other"]}),
+    Case("ranks with other scripts", ranks=2,
          faults={1: SetGlobal("__file__", os.path.abspath(__file__))}),
     # disk and screen
-    Case("a file in place of the logs' folder", "", write_text("records/other", "")),
-    Case("a disk full within a line", "", ranks=0, steps=5, last="step:6/8 ",
+    Case("a file in place of the logs' folder", write_text("records/other", "")),
+    Case("a disk full within a line", ranks=0, steps=5, last="step:6/8 ",
          faults={0: FaultAtCall("train_step", 6, partial(fill_disk, 9))}),
-    Case("a closed screen", "", ranks=2, faults={0: lose_reader}, steps=0),
+    Case("a closed screen", ranks=2, faults={0: lose_reader}, steps=0),
     disk_full_for(0),
     disk_full_for(1),
     # --resume
-    Case("--resume nowhere"),
     Case(f"{RESUME} --set params.embed.wd_mul=7"),
     Case(f"{RESUME} --seed 1"),
     Case(f"{RESUME} --name Another"),
-    Case("--resume of a folder", f"--resume {ATTEMPTS}", fixture="stopped"),
-    Case("--resume with other data", RESUME, set_token(FIRST, 9, 0)),
-    Case("--resume with fewer processes", RESUME, fixture="stopped_pair"),
-    Case("a checkpoint with a flipped bit", RESUME, flip_bit),
-    Case("a checkpoint that would run code", RESUME, add_code),
-    Case("a checkpoint of another script", RESUME, change_script),
-    Case("one rank's part is truncated", RESUME, truncate(f"{FILES}/rank1.pt", 999),
+    Case("a folder in place of the log", arguments=f"--resume {ATTEMPTS}", fixture="stopped"),
+    Case("resumed with other data", set_token(FIRST, 9, 0), RESUME),
+    Case("resumed with fewer processes", arguments=RESUME, fixture="stopped_pair"),
+    Case("a checkpoint with a flipped bit", flip_bit, RESUME),
+    Case("a checkpoint that would run code", add_code, RESUME),
+    Case("a checkpoint of another script", change_script, RESUME),
+    Case("one rank's part is truncated", truncate(f"{FILES}/rank1.pt", 999), RESUME,
          fixture="stopped_pair", ranks=2),
     # Ctrl-C
     ended(signal.SIGINT, 0, "Ctrl-C in one process", INTERRUPT, ranks=0, steps=4),
     ended(signal.SIGINT, 1, "Ctrl-C in rank 1 of 2", INTERRUPT, ranks=2, steps=4),
     # A rank hangs, which neither torchrun nor the backend ends: the other one times out.
-    Case("a silent rank", "", said=False, ranks=2, steps=4,
+    Case("a silent rank", said=False, ranks=2, steps=4,
          faults={0: SetGlobal("COLLECTIVE_TIMEOUT", timedelta(seconds=15)),
                  1: FaultAtCall("Exchange.gather", 34, hang)},
          statuses={0: 1, 1: -signal.SIGTERM}),
