@@ -52,28 +52,21 @@ def test_the_number_of_touched_rows_does_not_recompile():
 
 
 def kernel_cases():
-    """Returns, by case: the kernel's name, its tiles (None: the wrapper's), and the wrapper's call.
+    """Returns, by case: the kernel's tiles (None: the wrapper's), and the wrapper's call.
 
-    Shapes are those of the record preset.
+    A case's name begins with the kernel's. Shapes are those of the record preset.
     """
     d, width, V, T, chunk = 768, 2816, 50304, 16384, 8192
     fp32, int64, e4m3, e5m2 = torch.float32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2
     cases = {}
 
-    def add(name, kernel, function, *args, tiles=None):
-        cases[name] = f"{kernel}_kernel", tiles, functools.partial(function, *args)
+    def add(name, function, *args, tiles=None):
+        cases[name] = tiles, functools.partial(function, *args)
 
     x = meta(T, d)
     scales = meta(12, 3, 2, 4, 1, dtype=fp32)[1, :, :, :1]  # as the model has them
     for dtype in (e4m3, e5m2):
-        add(
-            f"cast_and_transpose fp8 {dtype}",
-            "cast_and_transpose",
-            tg.triton_cast_and_transpose,
-            x[1:],
-            scales[0, 1],
-            dtype,
-        )
+        add(f"cast_and_transpose fp8 {dtype}", tg.triton_cast_and_transpose, x[1:], scales[0, 1], dtype)
     fc = meta(width, d)
     # In generated code T may vary, so Triton does not learn that 16 divides it: as if it were odd.
     x8 = meta(T - 1, d, dtype=e4m3)
@@ -88,8 +81,8 @@ def kernel_cases():
     }
     for kind, call in products.items():
         large = "large fp8" if "fp8" in kind else "large"
-        add(f"relu_square{kind} small", "relu_square", *call, tiles=tg.RELU_SQUARE_TILES["small"])
-        add(f"relu_square{kind} large", "relu_square", *call, tiles=tg.RELU_SQUARE_TILES[large])
+        add(f"relu_square{kind} small", *call, tiles=tg.RELU_SQUARE_TILES["small"])
+        add(f"relu_square{kind} large", *call, tiles=tg.RELU_SQUARE_TILES[large])
     numbers = meta(2, T, dtype=fp32)[:, :chunk]
     copies = tg.PointerProbs(numbers, meta(1, dtype=int64), numbers)
     for weights, unit, probs in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD), (None, copies)):
@@ -97,20 +90,20 @@ def kernel_cases():
         logits = meta(chunk, V, dtype=e4m3 if unit else torch.bfloat16)
         targets = meta(chunk, len(weights), dtype=int64)
         name = f"softcap_loss {len(weights)} {kind}" + " copies" * bool(probs)
-        add(name, "softcap_loss", tg.triton_softcap_loss, logits, targets, weights.to("meta"), unit, probs)
+        add(name, tg.triton_softcap_loss, logits, targets, weights.to("meta"), unit, probs)
     text = tg.MicroBatch(meta(T, dtype=INT32), meta(T, dtype=int64), None, None, meta(64, dtype=INT32), T)
     weights = meta(2, T, dtype=fp32)
     lse = meta(T, dtype=fp32)
     for D in (16, 128):
         args = tg.PointerInputs(meta(T, D), meta(T, D), lse), text, 2560
-        add(f"pointer {D}", "pointer", tg.triton_pointer, *args)
+        add(f"pointer {D}", tg.triton_pointer, *args)
         args += weights, lse, weights
-        add(f"pointer {D} queries", "pointer_grad", tg.triton_pointer_grad, *args)
-        add(f"pointer {D} keys", "pointer_grad", tg.triton_pointer_grad, *args, tiles={"KEYS": True})
-    sums = "segment_sum_rows", tg.triton_segment_sum_rows
-    add("segment_sum_rows", *sums, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
+        add(f"pointer_grad {D} queries", tg.triton_pointer_grad, *args)
+        add(f"pointer_grad {D} keys", tg.triton_pointer_grad, *args, tiles={"KEYS": True})
+    sums = tg.triton_segment_sum_rows
+    add("segment_sum_rows", sums, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
     index = meta_index(T, 4000, meta(T, dtype=INT32))
-    add("segment_sum_rows signed", *sums, meta(V * 15 // 2, d), meta(T, d), index, meta(8192, d))
+    add("segment_sum_rows signed", sums, meta(V * 15 // 2, d), meta(T, d), index, meta(8192, d))
     return cases
 
 
@@ -132,7 +125,8 @@ def compile_kernel(arch, name):
     from triton.compiler import ASTSource
     from triton.runtime.jit import mangle_type
 
-    kernel_name, tiles, call = CASES[name]
+    tiles, call = CASES[name]
+    kernel_name = f"{name.split()[0]}_kernel"
     kernel = getattr(tg, kernel_name)
     args, kwargs = launch_arguments(kernel_name, call)
     arguments = dict(zip(kernel.arg_names, args)) | kwargs | (tiles or {})

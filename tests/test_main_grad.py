@@ -24,44 +24,23 @@ def randn(*shape, seed):
 
 # ----------------------------------------------------------------------------------------------- the contract
 
-# Each operation with one weight under test, and in plain torch.
-
-
 OTHER = randn(8, 6, seed=1)  # the MLP's weight that is not under test
-
-
-def run_linear(x, weight):
-    return tg.Linear.apply(x, weight, weight.w)
-
-
-def plain_linear(x, w):
-    return x @ w.T
 
 
 def run_mlp(x, fc, proj):
     return tg.MLP.apply(x, (fc, proj), fc.w, proj.w, tg.TORCH_BACKEND, None)
 
 
-def run_fc(x, weight):
-    return run_mlp(x, weight, tg.Weight(OTHER))
-
-
-def plain_fc(x, w):
-    return tg.relu_square(x, w) @ OTHER
-
-
-def run_proj(x, weight):
-    return run_mlp(x, tg.Weight(OTHER), weight)
-
-
-def plain_proj(x, w):
-    return tg.relu_square(x, OTHER) @ w
-
-
-OPERATIONS = {  # how the script runs it, in plain torch
-    "linear": (run_linear, plain_linear),
-    "fc": (run_fc, plain_fc),
-    "proj": (run_proj, plain_proj),
+OPERATIONS = {  # with one weight under test: how the script runs it, in plain torch
+    "linear": (lambda x, weight: tg.Linear.apply(x, weight, weight.w), lambda x, w: x @ w.T),
+    "fc": (
+        lambda x, weight: run_mlp(x, weight, tg.Weight(OTHER)),
+        lambda x, w: tg.relu_square(x, w) @ OTHER,
+    ),
+    "proj": (
+        lambda x, weight: run_mlp(x, tg.Weight(OTHER), weight),
+        lambda x, w: tg.relu_square(x, OTHER) @ w,
+    ),
 }
 # fmt: off
 CASES = {  # main_grad, weight has grad_added_to_main_grad
