@@ -44,15 +44,6 @@ def start(folder, *command):
     )
 
 
-def finished(folder, out):
-    """Returns the output of a finished run, its log, the log's text after the script's source, its losses."""
-    log = folder / re.search(r"^log: (.*)\n\Z", out, re.MULTILINE)[1]
-    source, text = log.read_text(encoding="utf-8").split(f"\n{'=' * 100}\n", 1)
-    assert source == SOURCE
-    losses = re.findall(r"val_loss:? ?([\d.]+)", text)
-    return SimpleNamespace(out=out, log=log, text=text, losses=losses)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Returns a folder with a tiny corpus of bytes."""
@@ -62,36 +53,21 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *command):
-    """Runs Python to its end, which must be good."""
+    """Runs Python to its end, which must be good.
+
+    Returns its output, and the log's text after the script's source.
+    """
     process = start(folder, *command)
     out, err = process.communicate(timeout=WAIT)
     assert process.returncode == 0, err
-    return finished(folder, out)
-
-
-@pytest.fixture(scope="module")
-def single(folder):
-    """Runs one process of a copy of the script, with absolute paths in all options."""
-    copy = folder.parent / "my_copy.py"
-    copy.write_text(SOURCE, encoding="utf-8")
-    command = [str(copy), "--preset", "cpu", "--seed", "3"] + settings()
-    command += ["--data", str(folder / "corpus"), "--save", str(folder / "model.pt")]
-    return run(folder, *command)
-
-
-@pytest.fixture(scope="module")
-def double(folder):
-    """Runs two processes, named, of another seed."""
-    options = "--preset cpu --data corpus --seed 4 --name MyIdea".split()
-    command = TORCHRUN + [tg.__file__] + options + settings()
-    return run(folder, *command)
+    log = folder / re.search(r"^log: (.*)\n\Z", out, re.MULTILINE)[1]
+    source, text = log.read_text(encoding="utf-8").split(f"\n{'=' * 100}\n", 1)
+    assert source == SOURCE
+    return out, text
 
 
 # ---- logs and screen ---------------------------------------------------------------------------------------
 
-RUNS = pytest.mark.parametrize(
-    "which, world_size, seed, name", [("single", 1, 3, ""), ("double", 2, 4, "MyIdea")]
-)
 LOG = rf"""Running Python 3\.\S+ on \w+ \w+
 Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size (?P<world_size>\d)
 script: (?P<script>\w+\.py) \(sha256 (?P<hash>[0-9a-f]{{12}})\)
@@ -122,17 +98,25 @@ def read_steps(text):
 
 
 @pytest.mark.slow
-@RUNS
-def test_log_and_screen(which, world_size, seed, name, folder, request):
-    done = request.getfixturevalue(which)
-    found = re.fullmatch(LOG, done.text)
+@pytest.mark.parametrize("world_size, seed, name", [(1, 3, ""), (2, 4, "MyIdea")])
+def test_log_and_screen(world_size, seed, name, folder):
+    """Runs one process of a copy of the script, with absolute paths in all options; or two, named."""
+    if world_size == 1:
+        script = folder.parent / "my_copy.py"
+        script.write_text(SOURCE, encoding="utf-8")
+        command = [script, "--data", folder / "corpus", "--save", folder / "model.pt"]
+    else:
+        script = Path(tg.__file__)
+        command = [*TORCHRUN, script, "--data", "corpus", "--name", name]
+    out, text = run(folder, *command, "--preset", "cpu", "--seed", str(seed), *settings())
+    found = re.fullmatch(LOG, text)
     # No absolute path, not even of a run with absolute paths in its options.
-    assert not re.search(r"(?<![\w.*)])/(?:[\w.-]+/)+", done.text)
+    assert not re.search(r"(?<![\w.*)])/(?:[\w.-]+/)+", text)
     config = json.loads(found["config"])
     assert (found["world_size"], found["seed"]) == (str(world_size), str(seed))
     assert (config["seed"], config["name"], config["heads"], config["track"]) == (seed, name, 2, "other")
     assert found["hash"] == hashlib.sha256(SOURCE.encode()).hexdigest()[:12]
-    assert found["script"] == {"single": "my_copy.py", "double": "train_gpt.py"}[which]
+    assert found["script"] == script.name
 
     order, times, val_losses, train_losses = [], [], [], []
     for step, val_loss, total, average, loss in read_steps(found["steps"]):
@@ -157,10 +141,10 @@ def test_log_and_screen(which, world_size, seed, name, folder, request):
     assert float(found["val_loss_per_byte"]) == pytest.approx(loss * 1500 / shard.text_bytes, abs=2e-6)
 
     # The screen has no source, and no target: another text has none.
-    assert not re.search("\r|\x1b|import argparse|target", done.out)
-    lines = done.out.splitlines()
+    assert not re.search("\r|\x1b|import argparse|target", out)
+    lines = out.splitlines()
     assert sum(bool(STEP.fullmatch(line)) for line in lines) == 4
-    assert set(re.findall("^(?:val_loss|train_time_ms).*", done.text, re.MULTILINE)) < set(lines)
+    assert set(re.findall("^(?:val_loss|train_time_ms).*", text, re.MULTILINE)) < set(lines)
     group = f"{date.today()}_{name}" if name else "attempts"  # in no track: the task is changed
     assert lines[-1].startswith(f"log: records/other/{group}/seed{seed}_")
     assert lines[-1] in lines[:-1]
