@@ -1,5 +1,5 @@
 """Provides inputs that several test files share: the golden fill, statistics, model and batch; token shards;
-prepared batches, and the exchange that prefetches them.
+loaders, and the exchange that prefetches batches.
 
 tests/golden/README.md defines the fill, the statistics, the model and the batch.
 """
@@ -8,7 +8,6 @@ import functools
 import json
 import math
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,32 +323,6 @@ class CountingExchange(tg.Exchange):
 
 def prefetch_exchange(rank, world_size):
     return CountingExchange(rank, world_size, prefetch_group(world_size))
-
-
-class FixedLoader:
-    """Gives prepared micro-batches, a list a step, where a Prefetcher takes them from a TrainLoader."""
-
-    def __init__(self, cfg, batches):
-        self.cfg, self.batches, self.builder = cfg, iter(batches), ThreadPoolExecutor(1)
-
-    def micro_batches(self, *_):
-        return next(self.batches)
-
-    def position(self):
-        return ()
-
-    def close(self):
-        self.builder.shutdown()
-
-
-def row_plans(cfg, exchange, ids):
-    """Returns a RowRoutes for each kind of rows, where a step updates all tables and reads rows `ids`."""
-    nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
-    batch = tg.MicroBatch(ids["tokens"], nothing, ids["hashed"], None, nothing, 0)
-    batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
-    exchanges = batches.next().routes
-    batches.loader.close()
-    return {"tokens": exchanges["embed"], "hashed": exchanges["bigram_embed"]}
 
 
 def tensors_of(nest):

@@ -3,14 +3,12 @@
 test_distributed.py compares whole runs, and the bytes that they send.
 """
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 import torch
 
 import train_gpt as tg
-from configs import BASE
-from golden_inputs import generator, prefetch_exchange, row_plans, same_bits
+from golden_inputs import generator, same_bits
 
 ROUNDS = 12
 ROWS_PER_RANK = {"tokens": 8, "hashed": 40}
@@ -40,19 +38,13 @@ def draw(rank, world_size, dtype, i):
 def compare(rank, world_size, dtype):
     """Runs sparse exchanges beside dense ones, and checks their bits."""
     exchange = tg.Exchange(rank, world_size)
-    prefetch = prefetch_exchange(rank, world_size)
-    sizes = ROWS_PER_RANK
-    cfg = replace(
-        BASE,
-        ngrams=tg.Ngrams(),
-        padded_vocab=sizes["tokens"] * world_size,
-        bigram_vocab_size=sizes["hashed"] * world_size,
-    )
-    means = {name: torch.zeros((sizes[kind], *shape)) for name, (kind, shape) in ROW_SHAPES.items()}
+    means = {name: torch.zeros((ROWS_PER_RANK[kind], *shape)) for name, (kind, shape) in ROW_SHAPES.items()}
     for i in range(ROUNDS):
         masks, grads = draw(rank, world_size, dtype, i)
-        ids = {kind: mask.nonzero().int().flatten().numpy() for kind, mask in masks.items()}
-        plans, pending = row_plans(cfg, prefetch, ids), {}
+        plans, pending = {}, {}
+        for kind, mask in masks.items():
+            rows = mask.nonzero().flatten().numpy()
+            plans[kind] = exchange.route_rows(kind, rows, *np.divmod(rows, ROWS_PER_RANK[kind]))
         for name, (kind, _) in ROW_SHAPES.items():
             grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
