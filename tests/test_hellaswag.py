@@ -15,8 +15,7 @@ import hellaswag
 import train_gpt as tg
 from golden_inputs import generator
 from hellaswag import Item
-from test_evals import randomize, save
-from test_ngram_runs import make_config
+from test_evals import random_model, save
 from tokenize_text import get_encoding
 
 
@@ -48,10 +47,8 @@ def losses_alone(model, document):
 def test_packed_losses_are_those_of_each_text_alone(tmp_path, orders):
     """Whatever it is packed with: bigrams or n-grams, the smear and shifted keys look at the token before."""
     path = str(tmp_path / "model.pt")
-    cfg = make_config(tmp_path, "val_slice_tokens=256", "dtype=float64", f"ngrams.orders={orders}")
-    model = tg.GPT(cfg)
-    randomize(model)
-    model.ngrams = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1)).ngrams
+    model = random_model(tmp_path, "val_slice_tokens=256", "dtype=float64", f"ngrams.orders={orders}")
+    model.ngrams = tg.Optimizer(model.cfg, dict(model.named_parameters()), tg.Exchange(0, 1)).ngrams
     if orders:
         model.ngrams.block.normal_(generator=generator(1))
     save(path, model)

@@ -9,7 +9,7 @@ import ngram
 import train_gpt as tg
 from golden_inputs import val_loader
 from launch import make_corpus
-from test_ngram_runs import make_config
+from test_evals import random_model, save
 
 BOS = 256
 
@@ -60,22 +60,21 @@ def test_the_fit_lowers_the_loss(texts):
 
 def test_losses_of_a_saved_model(tmp_path, capsys):
     make_corpus(tmp_path / "corpus", train=(6000, 30000))
-    cfg = make_config(tmp_path / "corpus")
-    model = tg.GPT(cfg)
-    model.use_rotary(len(cfg.stages) - 1)
+    model = random_model(tmp_path)
+    cfg = model.cfg
     path = f"{tmp_path}/m.pt"
-    tg.save_model(path, model, "run", tg.Exchange(0, 1))
+    save(path, model)
     ngram.main(["--model", path, "--data", cfg.data])
     rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
     losses = [float(loss) for loss, _ in rows]
     val = val_loader(cfg)
-    windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
+    windows = tg.window_tokens(cfg, cfg.val_windows)
     assert losses[0] == pytest.approx(tg.validate(model, val, tg.Exchange(0, 1), windows), abs=6e-5)
     assert max(losses[1:]) < losses[0] - 1  # the model has learned nothing
     assert rows[1][1] == f"{sum(stage.steps * stage.batch_tokens for stage in cfg.stages):,}"
     assert "35,200" < rows[3][1] < "35,500"  # of 36,000
     (tmp_path / "corpus/tiny_train_000001.bin").unlink()
-    tg.save_model(path, tg.GPT(tg.override(cfg, "length=4")), "run", tg.Exchange(0, 1))
+    save(path, random_model(tmp_path, "length=4"))
     with pytest.raises(SystemExit, match="the run has read them"):
         ngram.main(["--model", path, "--data", cfg.data])
 
