@@ -287,6 +287,14 @@ def same_on_all_ranks(results):
     return results[0]
 
 
+def merge(results):
+    """Checks that all ranks found the same; returns it, with the mean of the losses and the whole table."""
+    run = same_on_all_ranks(results)
+    run["losses"] = np.mean([rank["losses"] for rank in results], axis=0)
+    run["table"] = join([rank["table"] for rank in results])
+    return run
+
+
 @functools.cache
 def one_rank(cfg):
     """Trains a run in this process, without a process group."""
@@ -391,9 +399,7 @@ def test_world_size_does_not_matter(workers, everything, world_size, change):
     want = one_rank(everything)
     cfg = tg.override(everything, change)
     results = workers(world_size, train, cfg)
-    run = same_on_all_ranks(results)
-    run["losses"] = np.mean([rank["losses"] for rank in results], axis=0)
-    run["table"] = join([rank["table"] for rank in results])
+    run = merge(results)
     assert run["start"] == want["start"]
     assert [tied for _, tied in run["steps"]] == [tied for _, tied in want["steps"]]
     assert_close(run, want, 1000 * torch.finfo(torch.float64).eps)

@@ -18,7 +18,7 @@ import torch
 import train_gpt as tg
 from configs import BASE
 from golden_inputs import GOLDEN92, batch_plan, distance, fill, golden_prefixes, head_of
-from test_distributed import assert_close, everything, join, one_rank, same_on_all_ranks, train  # noqa: F401
+from test_distributed import assert_close, everything, merge, one_rank, train  # noqa: F401
 from test_main_grad import TensorRecorder
 from test_resume import assert_same_end, corpus, launch, log_of, stopped, uninterrupted  # noqa: F401
 
@@ -195,11 +195,7 @@ def test_ranks_share_the_candidates_of_micro_batches(sampled):
 def test_world_size_does_not_matter(workers, sampled):
     """Gives the same run up to rounding, as test_distributed.py's test of this name."""
     want = one_rank(sampled)
-    results = workers(4, train, sampled)
-    run = same_on_all_ranks(results)
-    run["losses"] = np.mean([r["losses"] for r in results], axis=0)
-    run["table"] = join([r["table"] for r in results])
-    assert_close(run, want, 1000 * torch.finfo(torch.float64).eps)
+    assert_close(merge(workers(4, train, sampled)), want, 1000 * torch.finfo(torch.float64).eps)
     assert want["losses"][0] < math.log(100) < want["losses"][-1]  # of 96 columns, and of 480
 
 
