@@ -20,10 +20,12 @@ import train_gpt as tg
 from configs import BASE
 from tokenize_text import shard_header
 
-GOLDEN, GOLDEN92, GOLDEN_FP8 = (
-    json.loads((Path(__file__).parent / "golden" / name).read_text())
-    for name in ("golden.json", "golden92.json", "golden_fp8.json")
-)
+
+def read_golden(name):
+    return json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
+
+
+GOLDEN, GOLDEN92, GOLDEN_FP8 = map(read_golden, ("golden", "golden92", "golden_fp8"))
 LOW = 0xFFFFFFFF
 WORLD = 4  # ranks for which our banks are padded
 

@@ -112,7 +112,9 @@ def _rank(rank, world_size, port, folder, arguments, output, fault):
     run_main(arguments)
 
 
-SCRIPT = ast.parse(Path(tg.__file__).read_text(encoding="utf-8"))
+ROOT = Path(tg.__file__).resolve().parent
+SOURCE = Path(tg.__file__).read_text(encoding="utf-8")
+SCRIPT = ast.parse(SOURCE)
 LAST_STATEMENT = ast.Module([SCRIPT.body[-1]], [])
 
 

@@ -18,7 +18,8 @@ import referee
 from compare import Point
 from tracks import TRACKS
 
-ROOT = Path(compare.__file__).resolve().parent.parent
+from launch import ROOT
+
 FIXTURES = json.loads((ROOT / "tests" / "log_fixtures.json").read_text())
 SEEDS = itertools.count()  # distinct: runs of one seed in a group cause a warning
 HEADER = """Running Python 3.12.7

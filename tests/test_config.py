@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +16,8 @@ import torch
 import train_gpt as tg
 from configs import BASE
 from golden_inputs import BIGRAMS, flatten
-from launch import WAIT
+from launch import ROOT, SOURCE, WAIT
 from saved_model import config_from_dict
-
-ROOT = Path(tg.__file__).resolve().parent
-
 
 # ---- overrides, presets, JSON ------------------------------------------------------------------------------
 
@@ -235,8 +231,7 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
 
 def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
     """To the script's tables, whatever length the preset has now; --set length is then relative to it."""
-    text = Path(tg.__file__).read_text()
-    edited, count = re.subn(r'(preset="cpu".*?\blength=)[\d.]+', r"\g<1>0.9", text, count=1, flags=re.S)
+    edited, count = re.subn(r'(preset="cpu".*?\blength=)[\d.]+', r"\g<1>0.9", SOURCE, count=1, flags=re.S)
     (tmp_path / "shorter.py").write_text(edited)
     spec = importlib.util.spec_from_file_location("shorter", tmp_path / "shorter.py")
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there

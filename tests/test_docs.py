@@ -2,13 +2,11 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
-import train_gpt as tg
+from launch import ROOT
 
-ROOT = Path(tg.__file__).resolve().parent
 PAGES = ["records/README.md"]
 for pattern in "*.md", "docs/*.md", "bench/**/*.md":
     PAGES += sorted(str(page.relative_to(ROOT)) for page in ROOT.glob(pattern))

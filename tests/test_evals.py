@@ -22,13 +22,12 @@ import saved_model
 import tokenize_text as tt
 import train_gpt as tg
 from configs import BASE
-from golden_inputs import generator, same_bits, write_shard
+from golden_inputs import generator, read_golden, same_bits, write_shard
 from launch import Launch, make_corpus, settings
 from saved_model import config_from_dict, load_model, read_config
 from test_ngram_runs import NGRAMS, one_log
 from test_resume import closing_block, make_config
 
-GOLDEN = Path(__file__).parent / "golden"
 TEXT = [256, 97, 98, 99, 100, 101, 102, 103]
 
 
@@ -137,7 +136,7 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
 
     A name that is not read raises an error, so these are the names that could be taken for each other.
     """
-    golden = json.loads((GOLDEN / "saved_configs.json").read_text())[preset]
+    golden = read_golden("saved_configs")[preset]
     old = golden["config"]
     for row in old["params"]:
         row["shape"] = row["init"] = "__import__('os').mkdir('run_by_a_model')"

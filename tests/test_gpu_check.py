@@ -8,19 +8,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-import train_gpt as tg
-from launch import WAIT
-
-BENCH = Path(tg.__file__).resolve().parent / "bench"
 import check
 import kernels
 import launching
 import machine
 import runner
+import train_gpt as tg
+from launch import ROOT, WAIT
 from runner import Check, Row
 
 
@@ -39,7 +36,7 @@ def setup(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.slow
 def test_everything_runs_without_a_gpu(tmp_path):
-    command = [sys.executable, str(BENCH / "gpu/check.py"), "--out", "answers"]
+    command = [sys.executable, str(ROOT / "bench/gpu/check.py"), "--out", "answers"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=5 * WAIT)
     lines = (tmp_path / "answers/rows.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines[1:]]

@@ -1,20 +1,18 @@
 """Checks the copy pointer against golden numbers, computed independently, and what a mixture must satisfy."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import head_of
+from golden_inputs import head_of, read_golden
 from test_kernels import interpreted  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.numeric
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden_pointer.json").read_text())
+GOLDEN = read_golden("golden_pointer")
 HEAD = GOLDEN["d_head"]
 PINNED = pytest.mark.pinned("the copy pointer of PR 379")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

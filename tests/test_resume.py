@@ -16,7 +16,17 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import same_bits, tensors_of
-from launch import TINY, FaultAtCall, FaultAtWrite, Launch, die, list_checkpoints, make_corpus, settings
+from launch import (
+    SOURCE,
+    TINY,
+    FaultAtCall,
+    FaultAtWrite,
+    Launch,
+    die,
+    list_checkpoints,
+    make_corpus,
+    settings,
+)
 
 SMALL = """
 warmup=false microbatches=2 val_slice_tokens=64 dtype=bfloat16 stages.3.steps=8
@@ -88,9 +98,8 @@ def logs(folder):
 
     It looks only for logs, since a run may be changing its checkpoints there.
     """
-    source = Path(tg.__file__).read_text(encoding="utf-8")
     paths = folder.glob("records/*/*/*.txt")
-    return {path.name: path.read_text(encoding="utf-8").removeprefix(source) for path in paths}
+    return {path.name: path.read_text(encoding="utf-8").removeprefix(SOURCE) for path in paths}
 
 
 def found_in_logs(folder, pattern):

@@ -10,13 +10,11 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from datetime import date
-from pathlib import Path
 
 import pytest
 
-from launch import LAST_STATEMENT, SCRIPT, WAIT, make_corpus, settings
+from launch import LAST_STATEMENT, ROOT, SCRIPT, WAIT, make_corpus, settings
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("run.sh", "environment.sh", "test.sh", "requirements.txt")
 
 # A Python without packages, but for those that pip installed. It logs its commands.

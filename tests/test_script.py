@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import train_gpt as tg
-from launch import WAIT, Launch, SetGlobal, ascii_screen, make_corpus, settings
+from launch import SOURCE, WAIT, Launch, SetGlobal, ascii_screen, make_corpus, settings
 
-SOURCE = Path(tg.__file__).read_text(encoding="utf-8")
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
 
 
