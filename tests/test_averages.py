@@ -57,18 +57,14 @@ def test_tick_rates_of_runs_shorter_than_the_window():
 
 WINDOWS = TINY["windows"]
 TINY_CHANGES = {
-    "tail_ema": {
-        "window": WINDOWS["tail_ema"],
-        "rate": 1 - (1 - 2 / 15) ** 2,
-        "last_rate": 2 / 15,
-        "also": (WINDOWS["tail_ema"] - 1,),
-    },
-    "tail_average": {"window": WINDOWS["tail_average"]},
-    "value_average": {"window": WINDOWS["value_average"]},
-    "bank_blend": {"window": WINDOWS["bank_blend"], "rate": 2 / (WINDOWS["bank_blend"] // 4 + 1)},
+    "tail_ema": {"rate": 1 - (1 - 2 / 15) ** 2, "last_rate": 2 / 15, "also": (WINDOWS["tail_ema"] - 1,)},
+    "bank_blend": {"rate": 2 / (WINDOWS["bank_blend"] // 4 + 1)},
 }
 # The record preset's averages, for a run as short as the golden one.
-TINY_AVERAGES = tuple(replace(row, **TINY_CHANGES[key]) for row, key in zip(tg.RECORD.averages, ACCUMULATORS))
+TINY_AVERAGES = tuple(
+    replace(row, window=WINDOWS[key], **TINY_CHANGES.get(key, {}))
+    for row, key in zip(tg.RECORD.averages, ACCUMULATORS)
+)
 
 
 def tiny_weights(step):
