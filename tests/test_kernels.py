@@ -79,11 +79,6 @@ class Guard(TorchFunctionMode):
         return out
 
 
-def skip_without_triton():
-    if tg.triton is None:
-        pytest.skip("triton is not installed")
-
-
 def pop_triton_modules():
     """Removes triton's Python modules from sys.modules and returns them."""
     return {
@@ -118,7 +113,7 @@ def interpreted():
     @triton.jit chooses between compiler and interpreter when it decorates, in triton's own library too. So
     triton is imported a second time as well, and both copies are hidden from the other tests.
     """
-    skip_without_triton()
+    pytest.importorskip("triton")
     saved_modules = pop_triton_modules()
     spec = importlib.util.spec_from_file_location("train_gpt_interpreted", tg.__file__)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
