@@ -160,14 +160,8 @@ def compiler(tmp_path_factory):
         assert any(folder.iterdir())  # the variable had an effect
 
 
-def case_id(value):
-    if isinstance(value, int):
-        return f"sm_{value}"
-    return value
-
-
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("arch, name", TARGETS, ids=case_id)
+@pytest.mark.parametrize("arch, name", TARGETS, ids=str)
 def test_compiles(compiler, arch, name, tmp_path):
     """Checks for the GPU's matrix instructions, or loads and stores of 8 bytes or more a thread; spills."""
     kernel = compile_kernel(arch, name)

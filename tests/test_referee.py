@@ -309,9 +309,8 @@ def write_log(folder, script):
 
 
 def commit(folder):
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for arguments in (["init", "-q"], ["add", "train_gpt.py"], ["commit", "-q", "-m", "a"]):
-        subprocess.run([*git, *arguments], cwd=folder, check=True)
+    git = "git init -q && git add train_gpt.py && git -c user.name=a -c user.email=a@b commit -q -m a"
+    subprocess.run(git, shell=True, cwd=folder, check=True)
     return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
 
 
