@@ -1,6 +1,7 @@
 """Tests the config: overrides, presets, shapes, schedule, JSON; and that an import has no side effects."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -50,10 +51,8 @@ def test_presets_are_valid_and_survive_json(preset):
     assert cfg.preset == preset
     for world_size in (1, 2, 4, 8):
         tg.check_config(cfg, world_size)
-    other = cfg
     settings = "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
-    for setting in settings.split():
-        other = tg.override(other, setting)
+    other = functools.reduce(tg.override, settings.split(), cfg)
     for written in (cfg, other):
         assert config_from_dict(json.loads(tg.config_json(written))) == written
 

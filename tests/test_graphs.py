@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import prefetch_exchange
+from golden_inputs import prefetch_exchange, training_of
 from test_distributed import build, digest, few_layers, run_steps  # noqa: F401 (a fixture)
 
 NGRAMS = tg.Ngrams(orders=(2, 3), rows_per_order=200, width=12, dtype="float32")
@@ -104,9 +104,8 @@ def train(cfg, saved=None):
     The graphs' run validates between steps, with other stages' rotary tables; a step's inputs stay in place.
     """
     _, model, optimizer = build(0, 1, cfg, backend=tg.TORCH_BACKEND._replace(fp8=cfg.fp8))
-    data = tg.open_dataset(cfg)
-    val = tg.ValLoader(cfg, data.val)
-    tg.warm_up(tg.Training(data, model, optimizer, val, prefetch_exchange(0, 1)))
+    training = training_of(model, optimizer, prefetch_exchange(0, 1))
+    tg.warm_up(training)
     warmed_up = StandInGraph.count
     first, position = 0, (0, 0)
     if saved:
@@ -125,7 +124,7 @@ def train(cfg, saved=None):
                 checkpoint["ngrams"] = copy.deepcopy(optimizer.ngrams.state_dict())
         elif cfg.cuda_graphs:
             model.use_rotary((batch.plan.stage + step) % len(cfg.stages))
-            tg.validate(model, val, optimizer.exchange, batch.plan.windows)
+            tg.validate(model, training.val, optimizer.exchange, batch.plan.windows)
     if cfg.cuda_graphs:
         assert StandInGraph.count == warmed_up, "a graph was captured on the clock"
         for captured in model.graphs.captured.values():

@@ -179,7 +179,6 @@ def test_segments_of_one_list():
     assert index.ids.tolist() == sorted(set(numbers))
     assert index.perm.tolist() == np.argsort(numbers, kind="stable").tolist()
     assert index.sign_ids is None
-    assert torch.equal(tg.list_ids(index, (-1,)), ids)
     nothing = tg.make_segments(tg.int32(tg.NO_INT32))
     assert [part.tolist() for part in nothing[:3]] == [[], [], [0]]
 
