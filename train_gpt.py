@@ -54,6 +54,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import fcntl
 import fnmatch
 import gc
 import hashlib
@@ -83,6 +84,9 @@ from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
+
+# Read before anything else takes time: the log must hold what runs, and not what somebody has edited since.
+SOURCE = Path(__file__).read_bytes()
 
 if __name__ == "__main__" and sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
     # PR_SET_PDEATHSIG: this process ends when torchrun is killed, also while it imports torch.
@@ -2146,8 +2150,8 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     """
     table = param_table(cfg)
     names = {spec.name for spec in PARAMS}
-    require(names <= table.keys(), f"{names - table.keys()}: give each a line of param_table()")
-    require(names == table.keys(), f"{table.keys() - names}: give each a row of PARAMS")
+    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_table()")
+    require(names == table.keys(), f"param_table() has {table.keys() - names}: give each a row of PARAMS")
     shapes = {}
     for spec in cfg.params:
         shape, _ = table[spec.name]
@@ -4882,11 +4886,12 @@ def open_dataset(cfg: Config) -> Dataset:
     if all(text_bytes):
         bytes_per_token = sum(text_bytes) / val_tokens
     counts = f"{train_tokens} training tokens in {len(train)} shards, {val_tokens} for validation"
-    fingerprint = f"{dataset_hash(train + val)} ({counts})"
     path = Path(cfg.data, "vocabulary.txt")
     vocabulary: Sequence[bytes] = ()
     if cfg.predicts_prefixes or (cfg.samples and path.exists()):
         vocabulary = read_vocabulary(path, cfg.vocab_size)
+    trained_on = [*train, *val, path] if cfg.predicts_prefixes else train + val
+    fingerprint = f"{dataset_hash(trained_on)} ({counts})"
     return Dataset(train, val, min(val_slices, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
 
 
@@ -4911,7 +4916,7 @@ def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
 
 
 def dataset_hash(paths: list[Path]) -> str:
-    """Hashes each shard's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
+    """Hashes each file's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
     digest = hashlib.sha256()
     block = 1 << 16
     for path in paths:
@@ -5439,7 +5444,8 @@ class Field(NamedTuple):
             number = "a whole number" if self.type is int else "a number"
             kinds = " or ".join(filter(None, choices)) or number
             raise UserError(f"--set {name}={text}: give {kinds}") from None
-        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} to {self.high:g}")
+        end = "on" if self.high == sys.float_info.max else f"to {self.high:g}"
+        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} {end}")
         return value
 
     def allows(self, value) -> bool:
@@ -5544,6 +5550,17 @@ def override(cfg: Config, setting: str) -> Config:
         values[name] = field.parse(text, name)
     new = assign(cfg, values)
     return rescale(new, new.length / cfg.length)
+
+
+def with_settings(cfg: Config, settings: Sequence[str]) -> Config:
+    """Returns `cfg` with all settings applied, in order. Of several lengths only the last counts: so numbers
+    of steps are rounded once.
+    """
+    lengths = [i for i, setting in enumerate(settings) if setting.startswith("length=")]
+    for i, setting in enumerate(settings):
+        if i not in lengths[:-1]:
+            cfg = override(cfg, setting)
+    return cfg
 
 
 def rescale(cfg: Config, factor: float) -> Config:
@@ -5718,7 +5735,8 @@ def positive(text: str) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "train_gpt.py",
+        Path(__file__).name,
+        usage="./run.sh [SCRIPT.py] [options], or torchrun SCRIPT.py [options]; ./run.sh -h and -h list them",
         description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
         "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
         epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
@@ -5762,9 +5780,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def read_settings(args: argparse.Namespace) -> Config:
     """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
-    cfg = PRESETS[args.preset]
-    for setting in args.set:
-        cfg = override(cfg, setting)
+    cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
     require(".." not in args.name, f"--name {args.name}: give a name without ..")
     every = args.checkpoint_every
@@ -5777,8 +5793,8 @@ def read_settings(args: argparse.Namespace) -> Config:
     _, world_size, _ = init_distributed(cfg.device, join=False)
     check_config(cfg, args.check or world_size)
     if args.save is not None:
-        output_file(args.save)
-        output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
+        target = output_file(args.save)
+        output_file(f"{target}.ngrams{os.environ.get('RANK', 0)}")
     return cfg
 
 
@@ -5801,7 +5817,7 @@ def output_file(name: str) -> Path:
 
     Raises UserError if something else is there, such as a device, a folder, or a file of text.
     """
-    target = Path(name).resolve()
+    target = Path(os.path.realpath(name))
     is_ours = not target.exists()
     if target.is_file():
         with open(target, "rb") as file:
@@ -5825,6 +5841,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     run's id and its rows' CRC-32. All ranks must call it. Files are renamed when all are whole: older ones
     stay until then.
     """
+    weights_path = output_file(path)
     written: list[Path] = []
     partial_name = f".{run_id}.partial"
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
@@ -5835,11 +5852,10 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
             for name, shape in param_shapes(model.cfg, 1).items():
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
-            weights_path = output_file(path)
             torch.save(saved | {"weights": weights}, f"{weights_path}{partial_name}")
             written.append(weights_path)
         if model.ngrams:
-            rows_path = output_file(f"{path}.ngrams{exchange.rank}")
+            rows_path = output_file(f"{weights_path}.ngrams{exchange.rank}")
             with open(f"{rows_path}{partial_name}", "wb") as file:
                 crc = exchange.rank  # so that the ranks' files cannot be exchanged
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
@@ -5911,6 +5927,20 @@ def find_checkpoint(log: str) -> Path:
     return steps[-1]
 
 
+def lock_checkpoints(folder: Path) -> None:
+    """Locks the folder of a run's checkpoints while this process lives. Raises UserError if a run has it.
+
+    Otherwise two runs, one resumed while the other goes on, would remove each other's checkpoints.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"the run of {folder} still goes on; wait until it has ended") from None
+    except OSError:  # this file system has no locks
+        pass
+
+
 def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
     """Writes the checkpoint after progress["step"] steps into `folder`; removes the one before.
 
@@ -5918,7 +5948,7 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
     A rank that fails never reaches the barrier below, so the checkpoint before is not removed.
     """
     rank = optimizer.exchange.rank
-    state = training_state(model, optimizer) | {"task": task} | progress
+    state = training_state(model, optimizer) | {"task": task, "rank": rank} | progress
     if optimizer.ngrams:
         state["ngrams"] = optimizer.ngrams.state_dict()  # without a copy
     complete = folder / f"step{progress['step']:08d}"
@@ -5932,10 +5962,14 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
     optimizer.exchange.barrier()  # all ranks have written
     if rank == 0:
         incomplete.rename(complete)
-        for other in folder.iterdir():
-            if other != complete:
-                # What is no folder stays, and what another machine has open.
-                shutil.rmtree(other, ignore_errors=True)
+        remove_checkpoints(folder, complete)
+
+
+def remove_checkpoints(folder: Path, keep: Path | None = None) -> None:
+    """Removes a run's checkpoints but `keep`. What somebody else has put there stays."""
+    for checkpoint in folder.glob("step*"):
+        if checkpoint != keep:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # another machine may have it open
 
 
 # ============================================================================================================
@@ -6023,8 +6057,8 @@ class RunLog:
             sys.stdout.flush()
 
 
-def describe_commit(script: Path) -> str:
-    """Returns the commit of the script's repository, and in brackets whether it has this very script.
+def describe_commit(script: Path, source: bytes) -> str:
+    """Returns the commit of the script's repository, and in brackets whether it has the script as `source`.
 
     It is clean, or else modified: changed, or not committed.
     """
@@ -6036,14 +6070,13 @@ def describe_commit(script: Path) -> str:
             [*start, *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
         ).strip()
 
-    file = f"./{script.name}"  # a name that begins with a colon would be a pattern
     try:
         commit = git("rev-parse", "HEAD")
-        committed = git("ls-tree", "HEAD", file)  # "MODE blob HASH NAME", or nothing
-        own = git("hash-object", "--no-filters", file)
+        # "MODE blob HASH NAME", or nothing. A name that began with a colon would be a pattern.
+        committed = git("ls-tree", "HEAD", f"./{script.name}")
     except subprocess.CalledProcessError:  # git is not installed; there is no commit
         return "unknown"
-    if own in committed:
+    if hashlib.sha1(b"blob %d\0" % len(source) + source).hexdigest() in committed:
         return f"{commit} (clean)"
     return f"{commit} (modified)"
 
@@ -6057,7 +6090,9 @@ def describe_cpu() -> str:
     return platform.machine()
 
 
-def describe_environment(device: torch.device, world_size: int, file: str = __file__) -> list[str]:
+def describe_environment(
+    device: torch.device, world_size: int, file: str = __file__, source: bytes = SOURCE
+) -> list[str]:
     """Returns log lines on software, hardware, script and commit. They hold no absolute path."""
     script = Path(file).resolve()
     if device.type == "cuda":
@@ -6068,8 +6103,8 @@ def describe_environment(device: torch.device, world_size: int, file: str = __fi
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
         f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
         f"with world_size {world_size}",
-        f"script: {script.name} (sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]})",
-        f"commit: {describe_commit(script)}",
+        f"script: {script.name} (sha256 {hashlib.sha256(source).hexdigest()[:12]})",
+        f"commit: {describe_commit(script, source)}",
     ]
 
 
@@ -6079,7 +6114,10 @@ def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
         return {}
     folder = find_checkpoint(args.resume)
     fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
-    return read_saved(folder / f"rank{rank}.pt", fix)
+    path = folder / f"rank{rank}.pt"
+    saved = read_saved(path, fix)
+    require(saved.get("rank") == rank, f"{path} is the file of another rank; {fix}")
+    return saved
 
 
 def track_of(cfg: Config, world_size: int) -> str:
@@ -6136,9 +6174,8 @@ def open_log(
     Raises UserError if ranks were not started alike, or the checkpoint `resumed` is of another task.
     """
     task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    script = zlib.crc32(Path(__file__).read_bytes())
-    task |= {"seed": args.seed, "processes": exchange.world_size, "script": script}
-    require_same_start(args, task, exchange)
+    task |= {"seed": args.seed, "processes": exchange.world_size, "script": zlib.crc32(SOURCE)}
+    require_same_start(args, task | {"step": resumed.get("step")}, exchange)
     if resumed:
         different = differences(resumed["task"], task)
         require(
@@ -6147,10 +6184,11 @@ def open_log(
     # This is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, exchange, resumed)
 
+    if exchange.rank == 0 and (args.checkpoint_every or resumed):
+        lock_checkpoints(path.with_suffix(".checkpoint"))
     log = RunLog(log_path if exchange.rank == 0 else None)
-    text = Path(__file__).read_text(encoding="utf-8")
     config = config_json(replace(cfg, track=track), name=args.name, seed=args.seed)
-    log.print0(f"{text}\n{'=' * 100}", console=False)
+    log.print0(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
     log.print0(f"config: {config}", console=False)
     log.print0(f"data: {data.fingerprint}")
@@ -6280,7 +6318,8 @@ def log_validation(
         losses.poll()
         training.optimizer.wait()
         loss = validate(model, training.val, training.optimizer.exchange, windows)
-        require(math.isfinite(loss), f"val_loss is {loss} at step {step}; lower the learning rates")
+        fix = "lower the learning rates" if step else "look for the cause in the model's forward"
+        require(math.isfinite(loss), f"val_loss is {loss} at step {step}; {fix}")
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
     return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
@@ -6432,7 +6471,9 @@ def run(args: argparse.Namespace) -> None:
     print_samples(model, data.vocabulary, args.seed, log)
     log.print0(f"log: {log.path}", file=False)
     if rank == 0:
-        shutil.rmtree(checkpoints.folder, ignore_errors=True)  # nothing is left to resume
+        remove_checkpoints(checkpoints.folder)  # nothing is left to resume
+        with contextlib.suppress(OSError):  # it was never made, or has other files
+            checkpoints.folder.rmdir()
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -6448,7 +6489,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (UserError, OSError, torch.OutOfMemoryError) as error:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-        message = f"train_gpt.py: error{rank}: {error}"
+        message = f"{Path(__file__).name}: error{rank}: {error}"
     except Exception:
         message = traceback.format_exc()
     tqdm.write(message, file=sys.stderr)

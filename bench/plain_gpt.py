@@ -38,6 +38,8 @@ import sys
 import time
 from pathlib import Path
 
+SOURCE = Path(__file__).read_bytes()  # before the imports, which take seconds: somebody may edit it meanwhile
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -187,8 +189,8 @@ def train(args: argparse.Namespace) -> None:
     parameters = sum(p.numel() for p in model.parameters())
 
     log = Log(args.log)
-    log.write(Path(__file__).read_text(encoding="utf-8") + "=" * 100, screen=False)
-    environment = tg.describe_environment(torch.device("cpu"), 1, __file__)
+    log.write(SOURCE.decode() + "=" * 100, screen=False)
+    environment = tg.describe_environment(torch.device("cpu"), 1, __file__, SOURCE)
     for line in [*environment, f"parameters: {parameters:,}"]:
         log.write(line)
     config = {**vars(args), "data": args.data.name, "log": None, "parameters": parameters, "target": TARGET}

@@ -259,6 +259,22 @@ def test_each_rank_saves_its_own_shards(stopped, corpus):
             assert torch.cat(blocks).shape == shapes[row.name]
 
 
+@pytest.mark.slow
+def test_only_its_own_files_and_only_when_no_run_has_them(launch, stopped):
+    """Starts two ranks whose files are exchanged, and then a run that another one still has."""
+    folder = stopped(2, 4)
+    checkpoint = newest(folder)
+    zero, one, other = (checkpoint / name for name in ("rank0.pt", "rank1.pt", "other"))
+    for fault in "of another rank", "still goes on":
+        zero.rename(other)  # the second time they come back
+        one.rename(zero)
+        other.rename(one)
+        if fault == "still goes on":
+            tg.lock_checkpoints(checkpoint.parent)
+        with launch(folder, "--resume", log_of(folder), "--checkpoint-every", 2, world_size=2) as run:
+            assert run.wait()[0] == 1 and fault in run.err
+
+
 # ---- the command line --------------------------------------------------------------------------------------
 
 

@@ -142,10 +142,11 @@ STARTED = {  # options; the commands that follow without GPUs, or whose preset n
         "data/local_corpus.py",
         f"{STANDALONE}2 train_gpt.py --seed=0 --preset=cpu",
     ],
-    "--preset words --tiny --set samples=3": [
-        f"train_gpt.py {TINY} --preset=words --set samples=3 --check 2",
+    # It stays short, whatever the user's length is.
+    "--preset words --tiny --set samples=3 length=0.9": [
+        f"train_gpt.py {TINY} --preset=words --set samples=3 length=0.05 --check 2",
         "data/local_corpus.py --encoding gpt2",
-        f"{STANDALONE}2 train_gpt.py --seed=0 {TINY} --preset=words --set samples=3",
+        f"{STANDALONE}2 train_gpt.py --seed=0 {TINY} --preset=words --set samples=3 length=0.05",
     ],
     # Data of the user are not fetched.
     "old.py --data mine --seed=10 --set a=1 b=2 --preset=words --name '$A b'": [

@@ -203,6 +203,20 @@ def test_a_file_beside_the_script_with_a_modules_name_is_a_line(tmp_path, module
     assert process.returncode == 1 and len(err.splitlines()) == 1 and module in err
 
 
+@pytest.mark.slow
+def test_the_log_has_what_runs(folder, tmp_path):
+    """Checks that it is not what somebody has made of the script since it began."""
+    script = tmp_path / "idea.py"
+    first = "    args = parse_args(argv)\n"
+    text = SOURCE.replace(first, f"    Path(__file__).write_text('edited')\n{first}")
+    script.write_text(text)
+    process = start(folder, script, "--data", "corpus", "--preset", "cpu", *settings("length=0.1"))
+    out, err = process.communicate(timeout=WAIT)
+    log = (folder / re.search("^log: (.*)", out, re.MULTILINE)[1]).read_text()
+    assert script.read_text() == "edited" and log.startswith(text), err
+    assert f"\nscript: idea.py (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})\n" in log
+
+
 def test_commit(tmp_path, monkeypatch):
     """It is clean only with the text that is committed, whatever git is told to ignore or to look at."""
 
@@ -215,14 +229,14 @@ def test_commit(tmp_path, monkeypatch):
     (tmp_path / "ideas").mkdir()
     for path in (script, copy):
         path.write_text(SOURCE, encoding="utf-8")
-        assert tg.describe_commit(path) == "unknown"  # nothing is committed
+        assert tg.describe_commit(path, path.read_bytes()) == "unknown"  # nothing is committed
     git("commit", "-qm", "theirs", "--allow-empty")
-    assert tg.describe_commit(script) == f"{git('rev-parse', 'HEAD')} (modified)"
+    assert tg.describe_commit(script, script.read_bytes()) == f"{git('rev-parse', 'HEAD')} (modified)"
     odd = shutil.copy(script, tmp_path / ":(top)train_gpt.py")
     git("add", "train_gpt.py")
     git("commit", "-qm", "ours")
     commit = git("rev-parse", "HEAD")
-    assert tg.describe_commit(script) == f"{commit} (clean)"
+    assert tg.describe_commit(script, script.read_bytes()) == f"{commit} (clean)"
     script.write_text(SOURCE + "\n", encoding="utf-8")
     (tmp_path / ".gitignore").write_text("ideas\n")
     git("update-index", "--assume-unchanged", "train_gpt.py")
@@ -230,7 +244,7 @@ def test_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
     for path in (script, copy, Path(odd)):
-        assert tg.describe_commit(path) == f"{commit} (modified)"
+        assert tg.describe_commit(path, path.read_bytes()) == f"{commit} (modified)"
 
 
 @pytest.mark.slow
