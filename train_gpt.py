@@ -5793,8 +5793,8 @@ def read_settings(args: argparse.Namespace) -> Config:
     _, world_size, _ = init_distributed(cfg.device, join=False)
     check_config(cfg, args.check or world_size)
     if args.save is not None:
-        target = output_file(args.save)
-        output_file(f"{target}.ngrams{os.environ.get('RANK', 0)}")
+        output_file(args.save)
+        output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
     return cfg
 
 
@@ -5841,7 +5841,6 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     run's id and its rows' CRC-32. All ranks must call it. Files are renamed when all are whole: older ones
     stay until then.
     """
-    weights_path = output_file(path)
     written: list[Path] = []
     partial_name = f".{run_id}.partial"
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
@@ -5852,10 +5851,11 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
             for name, shape in param_shapes(model.cfg, 1).items():
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
+            weights_path = output_file(path)
             torch.save(saved | {"weights": weights}, f"{weights_path}{partial_name}")
             written.append(weights_path)
         if model.ngrams:
-            rows_path = output_file(f"{weights_path}.ngrams{exchange.rank}")
+            rows_path = output_file(f"{path}.ngrams{exchange.rank}")
             with open(f"{rows_path}{partial_name}", "wb") as file:
                 crc = exchange.rank  # so that the ranks' files cannot be exchanged
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
