@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import referee
 import rules
@@ -269,6 +270,15 @@ def test_honest_edit_passes(name, corpus, tmp_path):
     del found["the track's constants"]  # a tiny preset has others
     wrong = {rule: result for rule, result in found.items() if not result.startswith("ok")}
     assert not wrong, "\n".join(f"{rule}: {result}" for rule, result in wrong.items())
+
+
+@pytest.mark.slow
+def test_slices_that_are_equal_count_each(corpus, tmp_path):
+    data = shutil.copytree(corpus, tmp_path / "data")
+    tokens = np.memmap(next(data.glob("*_val_*.bin")), "<u2", "r+", 1024)
+    tokens[:] = np.resize(tokens[:128], len(tokens))
+    (found,) = judge(edited(tmp_path, make_tiny()), data, tmp_path, only=["the whole validation"]).values()
+    assert found.startswith("ok")
 
 
 def test_verdict_is_read_as_it_was_written(tmp_path):
