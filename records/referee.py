@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> None:
         folder = args.log.parent
     folder.mkdir(parents=True, exist_ok=True)
     target(folder / FILE_NAME, b"script: ")
-    print(f"makes short runs of {args.script.name}, which takes minutes", flush=True)
     with tempfile.TemporaryDirectory() as runs:
         case = rules.Case(args.script, args.preset, Path(runs), data, args.log)
+        print(f"referee.py: makes short runs of {args.script.name}, which takes minutes", flush=True)
         results = rules.judge(case)
     with replacing(folder / FILE_NAME, b"script: ") as new:
         new.write_text(head + "\n" + table(results), encoding="utf-8")

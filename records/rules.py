@@ -60,7 +60,11 @@ class Case:
     log: Path | None = None
 
     def __post_init__(self):
-        self.tg = load_script(self.script)
+        try:
+            self.tg = load_script(self.script)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UserError(f"{self.script} is no Python script that can be imported: {reason}") from None
         if self.preset not in getattr(self.tg, "PRESETS", ()):
             raise UserError(f"{self.script} has no preset {self.preset}; choose another --preset")
         self.cfg = self.tg.PRESETS[self.preset]

@@ -25,6 +25,8 @@ def load_script(path: Path) -> ModuleType:
     """Imports a script anew, by a name of its own: torch's operations have it, and cannot be made twice."""
     name = f"watched{len(sys.modules)}"
     spec: Any = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise ImportError("its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)

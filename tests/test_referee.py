@@ -368,6 +368,8 @@ def root(corpus, tmp_path, monkeypatch):
     """Makes tmp_path the repository of referee.py, which has the data."""
     shutil.copytree(corpus, tmp_path / "data/local")
     monkeypatch.setattr(referee, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("failing.py").write_text("1 / 0")
     return tmp_path
 
 
@@ -405,6 +407,8 @@ def test_broken_rule_is_the_exit_status(root, monkeypatch):
     "arguments,message",
     [
         (["none.py"], "none.py"),
+        ([str(SCRIPT.with_name("README.md"))], "README.md is no Python script"),
+        (["failing.py"], "imported: ZeroDivisionError: division by zero"),
         ([str(SCRIPT), "--log", "none.txt"], "none.txt"),
         ([str(SCRIPT), "--preset", "words"], "data/words is not there; ./run.sh --preset words makes it"),
     ],
