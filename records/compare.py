@@ -75,7 +75,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
 import referee
 import tracks
 
-from scripts import UserError, make_parser, missing_package, new_figure, number, png, save_figure
+from scripts import UserError, make_parser, missing_package, new_figure, number, png, replacing, save_figure
 
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file named directly may have any
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
@@ -1096,7 +1096,7 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
     if command:
         parts.append(textwrap.indent(command, "    "))
     parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8", errors="backslashreplace")
+    write_page(path, "\n\n".join(parts) + "\n")
     return f"{path} is begun, with the table below; say in it what was changed, in the title in a few words"
 
 
@@ -1505,6 +1505,12 @@ def pages(records: list[Record]) -> dict[Path, str]:
     }
 
 
+def write_page(path: Path, text: str) -> None:
+    """Writes a page, which appears when it is complete: if the disk is full, the old one stays."""
+    with replacing(path, b"") as new:
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
 def draw_if_changed(picture: Any, path: Path) -> None:
     if not path.exists() or picture.mark.encode() not in path.read_bytes():
         picture.draw(path)
@@ -1520,7 +1526,7 @@ def update() -> list[str]:
     if errors:
         return errors
     for path, text in pages(records).items():
-        path.write_text(text, encoding="utf-8")
+        write_page(path, text)
     for record in records:
         draw_if_changed(Picture(record.groups, []), record.folder / "curves.png")
     return refused

@@ -23,6 +23,7 @@ from compare import (
     markdown_table,
     read_groups,
     with_part,
+    write_page,
 )
 
 from scripts import UserError, make_parser, new_figure, run_script, save_figure
@@ -120,7 +121,7 @@ def read_page() -> str:
 def run(options: argparse.Namespace) -> None:
     pictures = read_pictures()
     page = read_page()
-    (HERE / "README.md").write_text(page, encoding="utf-8")
+    write_page(HERE / "README.md", page)
     for path, picture in pictures.items():
         draw_if_changed(picture, path)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -811,6 +812,19 @@ def test_no_page_is_written_if_one_lacks_its_marks_or_a_log_is_broken(run, recor
     write(records / NEXT, "config: {broken}\n" + steps())
     assert run("--update")[0] == 2
     assert (records / "README.md").read_text() == before
+
+
+def test_a_full_disk_leaves_pages_as_they_were(run, records):
+    """As does a limit on the size of files."""
+    before = (records / "README.md").read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
+    try:
+        codes = run("--update")[0], run(f"--begin {records / NEXT}/baseline")[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert codes == (2, 2) and (records / "README.md").read_text() == before
+    assert not (records / NEXT / "baseline/README.md").exists()
 
 
 def without_indentation(text):
