@@ -7,10 +7,11 @@
     python records/compare.py --update
 
 A PATH is a log, a quoted pattern of logs, or a folder. A folder means the logs directly in it or, if they
-hold no run, those in its sub-folders; so a record's `baseline/` is a separate group. Each PATH is a group,
-PATHs of one LABEL are one group, and the first is the baseline. Reads the logs of train_gpt.py, what its runs
-print on the screen, also through a launcher that puts [default0]: before lines, and every format of the
-public speedrun.
+hold no run, those in its sub-folders; so a record's `baseline/` is a separate group. Logs in a folder end in
+.txt, .log, .stdout or .out; other files in it whose names begin with `seed` are named as not read. Each PATH
+is a group, PATHs of one LABEL are one group, and the first is the baseline. Reads the logs of train_gpt.py,
+what its runs print on the screen, also through a launcher that puts [default0]: before lines, and every
+format of the public speedrun.
 
 A run counts if the last step it logged has a validation; its loss and time are that validation's. A log of
 train_gpt.py must also end with `complete: yes`, and its closing lines must repeat that loss and time. A run
@@ -77,7 +78,8 @@ import tracks
 
 from scripts import UserError, make_parser, missing_package, new_figure, number, png, replacing, save_figure
 
-SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file named directly may have any
+# Of logs in a folder, in capitals too. A file named directly may have any other.
+SUFFIXES = {".txt", ".log", ".stdout", ".out"}
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
 SMOOTHED = 0.05  # of the steps: the window that training losses are averaged over
 FEW = 4  # validations, which make no curve: these are not joined by lines
@@ -548,7 +550,7 @@ def find_logs(path: str) -> list[list[Path]]:
     in_folder = []
     in_subfolders = []
     for file in sorted(folder.rglob("*")):
-        if file.suffix not in SUFFIXES or file.name == referee.FILE_NAME or file.is_dir():
+        if file.suffix.lower() not in SUFFIXES or file.name == referee.FILE_NAME or file.is_dir():
             continue
         if file.parent == folder:
             in_folder.append(file)
@@ -625,6 +627,9 @@ def read_into(group: Group, path: str, errors: list[str]) -> None:
                 errors.append(explain(e))
         if len(group.runs) > runs_before:
             group.notes += notes
+            for other in sorted(Path(path).glob("seed*")):
+                if other not in files and other.is_file() and ".trace." not in other.name:
+                    group.notes.append(f"{other}: not read, because no log has this suffix")
             return
     if len(errors) == errors_before:
         errors.append(

@@ -254,6 +254,16 @@ def test_paths_and_labels(run):
     assert run("'my runs'")[0] == 2  # a record is not its baseline
 
 
+def test_files_that_are_no_logs_by_name_are_named(run):
+    write("runs", 3.27, 3.26)
+    Path("runs/0.txt").rename("runs/seed0.TXT")
+    for name in "seed2.md", "seed3.txt.gz", "seed4.rank0.trace.json.gz":
+        shutil.copy("runs/1.txt", f"runs/{name}")
+    out, err = read_json(run, "runs")
+    assert out["groups"][0]["n"] == 2
+    assert re.findall("runs/(.*): not read", err) == ["seed2.md", "seed3.txt.gz"]
+
+
 def test_repeats_are_dropped(run):
     write("runs", *map(own_log, [3.27, 3.27, 3.28, 3.27], [90, 90, 90, 91]))
     Path("runs/10.stdout").write_text(steps(3.28, 90))  # sorts before the log, and has no header
