@@ -703,13 +703,16 @@ def unlike_track(run: Run) -> str | None:
 
 
 def is_listed(path: str | Path) -> bool:
-    """Tells whether a path is in the folder of a record that records/README.md lists."""
-    listed = (HERE / "README.md").read_text(encoding="utf-8")
-    path = Path(path).resolve()
-    for folder in (path, *path.parents):
-        if f"]({folder.parent.name}/{folder.name}) |" in listed:
-            return True
-    return False
+    """Tells whether a path is a record's folder that records/README.md lists, or a log of it.
+
+    A copy elsewhere, with the same names of folders, is not.
+    """
+    folder = Path(path).resolve()
+    if folder.is_file():
+        folder = folder.parent
+    if folder.name == "baseline":
+        folder = folder.parent
+    return f"]({os.path.relpath(folder, HERE)}) |" in (HERE / "README.md").read_text(encoding="utf-8")
 
 
 def warn_of_baseline(group: Group, base: Group) -> None:

@@ -814,6 +814,12 @@ def test_what_is_no_record_is_not_listed(run, records, change, reason):
     assert "Next" not in (records / "README.md").read_text()
 
 
+def test_a_listed_record_is_listed_only_in_its_place(run, records):
+    write(FIRST, 3.27)
+    places = records / FIRST / "0.txt", Path(FIRST, "0.txt"), records / FIRST / "a"
+    assert list(map(compare.is_listed, places)) == [True, False, False]
+
+
 def test_no_page_is_written_if_one_lacks_its_marks_or_a_log_is_broken(run, records):
     before = (records / "README.md").read_text()
     Path("README.md").write_text("mine\n")
