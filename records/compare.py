@@ -14,10 +14,10 @@ what its runs print on the screen, also through a launcher that puts [default0]:
 format of the public speedrun.
 
 A run counts if the last step it logged has a validation; its loss and time are that validation's. A log of
-train_gpt.py must also end with `complete: yes`, and its closing lines must repeat that loss and time. A run
-that names a target counts only if it read its data once. A text of one's own is of the track `other`, which
-has no target: such runs count though they read a small text in several epochs. A run that was stopped and
-resumed has several logs, and counts once, as the one that went furthest.
+train_gpt.py must also end with `complete: yes`, and its closing lines must repeat that loss and time, and its
+seed. A run that names a target counts only if it read its data once. A text of one's own is of the track
+`other`, which has no target: such runs count though they read a small text in several epochs. A run that was
+stopped and resumed has several logs, and counts once, as the one that went furthest.
 
 The target is the logs'; public logs name none, so --target 3.28 must name theirs. A mean loss is shown to be
 below it if a one-sided one-sample t-test rejects, at p < 0.01, that it is not. Groups are compared by Welch's
@@ -149,7 +149,7 @@ CLOSING = (  # lines after the last step, and the fields of Run that they set
     (pattern(r"target (DECIMAL): "), "screen_target", float),
 )
 # Of these lines the text is kept, so that one that cannot be read is not taken for none.
-CLOSING_TEXT = pattern(r"(epochs|complete|val_loss|train_time_ms|steps): ([^\r\n]*)")
+CLOSING_TEXT = pattern(r"(epochs|complete|val_loss|train_time_ms|steps|seed): ([^\r\n]*)")
 ROUNDING = 0.00006  # of a step's loss, which has four decimals: its closing line has six
 HEADER = {
     "torch": r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (\d+))?",
@@ -238,10 +238,8 @@ class Run:
         ends = f"incomplete: it ends at {self.reached}"
         if not self.curve or self.curve[-1].step != self.final_step:
             return f"{ends}, without a validation"
-        if self.header.config and not self.closed:
-            return f"{ends}, without 'complete: yes'"
         if self.header.config:
-            return self.contradiction
+            return self.contradiction if self.closed else f"{ends}, without 'complete: yes'"
         if self.header.commit and self.final_step != self.total_steps:
             return ends
         return ""
@@ -254,14 +252,19 @@ class Run:
     def contradiction(self) -> str:
         """Returns which closing line says something else than the log before it, "" if none does."""
         last = self.curve[-1]
-        logged = {"val_loss": last.loss, "steps": self.final_step}
-        logged["train_time_ms"] = 1000 * (last.time_s or 0)
+        logged = {
+            "val_loss": last.loss,
+            "steps": self.final_step,
+            "train_time_ms": 1000 * (last.time_s or 0),
+            "seed": seed_of(self),
+        }
         for name, value in logged.items():
             text = self.closing.get(name)
-            if text is None or math.isnan(value):
+            if text is None or value is None:
                 continue
             try:
-                agrees = math.isclose(float(text), value, abs_tol=ROUNDING)
+                # As texts, too, because nan is not close to nan.
+                agrees = text == str(value) or math.isclose(float(text), value, abs_tol=ROUNDING)
             except ValueError:
                 agrees = False
             if not agrees:

@@ -278,6 +278,7 @@ CLOSINGS = {  # lines after the last step; why the run is left out
     "val_loss: nan\n": "its line 'val_loss: nan' contradicts",
     "val_loss: low\n": "its line 'val_loss: low' contradicts",
     "train_time_ms: 94999\n": "its line 'train_time_ms: 94999' contradicts 95000 before it",
+    "seed: -1\n": "its line 'seed: -1' contradicts",
     "steps: 499\n": "its line 'steps: 499' contradicts 500",
     "epochs: two\n": "trained in two epochs",
     "epochs: 2\nepochs: 1\n": "trained in 2 and 1 epochs",
@@ -292,6 +293,7 @@ LEFT_OUT = {  # a log; why its run is left out
     f"{HEADER}\n{steps(last=450)}": "incomplete: it ends at step 450 of 500",  # our screen
     steps(last=450): "",
     own_log(math.nan, closing=f"val_loss: nan\n{COMPLETE}"): "",  # it has diverged
+    own_log(math.nan, closing=f"val_loss: 3.2\n{COMPLETE}"): "contradicts nan before it",
 }
 for line, reason in CLOSINGS.items():
     LEFT_OUT[own_log(3.27, closing=line + COMPLETE)] = reason
