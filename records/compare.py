@@ -26,12 +26,12 @@ t-test; and so are times, if the groups are a folder and its `baseline/`, whose 
 data or validation differ, the first line warns of it and no percentage is printed, unless --anyway is given.
 The exit code is 2 if something could not be read, or --update refused a folder; all else is still reported.
 
-A group is a record over the baseline if its mean loss is below its track's target and its mean time below
-the baseline's, both with p < 0.01 (in Welch's test). All logs must name their track, and have the target,
-data, vocabulary and validation that records/tracks.py gives for it. Within each group the steps, scripts,
-machines, data and validation must be equal, and the seeds different. Machines, data and validation must be
-equal in both groups, and no run may be in both. The script must have passed records/referee.py, whose
-referee.txt is beside the logs. Records that are listed already need none.
+A group is a record over the baseline if its mean loss is below its track's target and its mean time below the
+baseline's, both with p < 0.01 (in Welch's test). All logs must name their track, script, machine, data and
+seed, and have the target, data, vocabulary and validation that records/tracks.py gives. Within each group the
+steps, scripts, machines, data and validation must be equal, and the seeds different. Machines, data and
+validation must be equal in both groups, and no run may be in both. The script must have passed
+records/referee.py, whose referee.txt is beside the logs. Records that are listed already need none.
 
 --curves draws losses over steps and over training time. With dots: validation loss, mean and standard
 deviation of a group's runs, at the steps that all validated; up to four dots are not joined by lines. A
@@ -686,6 +686,12 @@ def warn(group: Group) -> None:
     for what, value in WITHIN.items():
         if len(group.distinct(value)) > 1:
             group.faults.append(f"its runs differ in {what} ({group.listed(value)})")
+    # Early scripts did not log their name. Public logs have no config, and are of another project.
+    ours = [run.header for run in group.counted if run.header.config and not is_listed(run.path)]
+    for what in "hardware", "data", "script", "seed":
+        count = [(header.config | vars(header)).get(what) for header in ours].count(None)
+        if count:
+            group.faults.append(f"{count} of its runs do not name {what}")
     group.faults += group.distinct(unlike_track)
     seeds = Counter(map(seed_of, group.counted))
     for seed, count in seeds.items():
@@ -934,7 +940,7 @@ def ask_referee(run: Run) -> list[str]:
     if is_listed(run.path) or preset not in referee.PRESETS:
         return []
     path = Path(run.path).parent / referee.FILE_NAME
-    name, _, digits = str(run.header.script).partition(" (sha256 ")
+    name, _, digits = run.header.script.partition(" (sha256 ")
     if path.exists():
         verdict = referee.read_verdict(path)
         if digits and verdict.script_hash.startswith(digits[:-1]) and verdict.preset == preset:

@@ -378,6 +378,22 @@ def test_record(run):
     assert "because not of the track `gpt2-small`: target is 3.5, not 3.28; of base: not " in out
 
 
+UNNAMED = {
+    "hardware": {"header": "script: train_gpt.py (sha256 0123)"},
+    "data": {"data": ""},
+    "script": {"header": HEADER.partition("script")[0]},
+    "seed": {"config": {"seed": None}},
+}
+
+
+def test_what_logs_do_not_name_makes_no_record(run):
+    """What is named in no log differs in none."""
+    write_group("base", 95)
+    for what, change in UNNAMED.items():
+        write_group("new", 90, **change)
+        assert last_line(run, "base new").startswith(f"record: no, because 4 of its runs do not name {what}")
+
+
 def test_logs_that_name_no_track_are_no_record_of_this_project(run):
     """Those of the public speedrun. What they show is said all the same."""
     for group, seconds in (("old", 95), ("new", 90)):
