@@ -728,7 +728,7 @@ def warn_of_baseline(group: Group, base: Group) -> None:
     """Adds notes on what differs between the group and its baseline, or should."""
     same = {run.identity for run in group.counted} & {run.identity for run in base.counted}
     if same:
-        group.faults.append(f"{len(same)} of its runs are {base.label}'s, too")
+        group.faults.append(f"{len(same)} of its runs are {possessive(base.label)}, too")
     for name in differences(group, base):
         group.faults.append(f"it differs from {base.label} in {name}")
     steps = group.listed(WITHIN["steps"])
@@ -870,6 +870,10 @@ def show_p(p: float | None) -> str:
     return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
 
 
+def possessive(name: str) -> str:
+    return f"{name}'" if name.endswith("s") else f"{name}'s"
+
+
 def show_all(values: list, spec: str) -> str:
     return " ".join(format(v, spec) for v in values) or "-"
 
@@ -921,7 +925,7 @@ def record_verdict(group: Group, base: Group) -> Verdict:
     reasons_for = []
     for verdict in (
         target_verdict(group, target),
-        mean_verdict("time", group.time.mean, base.time.mean, f"{base.label}'s", time_p),
+        mean_verdict("time", group.time.mean, base.time.mean, possessive(base.label), time_p),
     ):
         reasons = reasons_for if verdict.shown else reasons_against
         reasons.append(verdict.text)
