@@ -24,6 +24,7 @@ below it if a one-sided one-sample t-test rejects, at p < 0.01, that it is not. 
 t-test, two-sided. If both have the same seeds, losses are also compared in pairs of one seed, by a paired
 t-test; and so are times, if the groups are a folder and its `baseline/`, whose runs alternate. If machines,
 data or validation differ, the first line warns of it and no percentage is printed, unless --anyway is given.
+If vocabularies or validations differ, no difference of losses is printed, whatever is given.
 The exit code is 2 if something could not be read, or --update refused a folder; all else is still reported.
 
 A group is a record over the baseline if its mean loss is below its track's target and its mean time below the
@@ -469,18 +470,25 @@ def decode(text: bytes) -> str:
 
 Value = Callable[[Run], Any]  # of a run; None if its log has none
 
+
+def setting(name: str) -> Value:
+    return lambda run: run.header.config.get(name)
+
+
+seed_of = setting("seed")
+# A loss per token depends on these.
+OF_LOSS = {name: setting(name) for name in ("vocab_size", "val_slices", "val_slice_tokens")}
 # What should be equal between groups, or else their difference says nothing of the change that was made.
 # After the data's fingerprint a log may say how batches are packed, which is a setting like others.
 ALIKE: dict[str, Value] = {
     "hardware": lambda r: r.header.hardware,
     "data": lambda r: r.header.data and r.header.data.split()[0],
     "targets": lambda r: r.target,
-    "val_slices": lambda r: r.header.config.get("val_slices"),
-    "val_slice_tokens": lambda r: r.header.config.get("val_slice_tokens"),
+    **OF_LOSS,
 }
 WITHIN: dict[str, Value] = ALIKE | {  # what should be equal in a group, too
     "steps": lambda r: r.final_step,
-    "tracks": lambda r: r.track,
+    "tracks": setting("track"),
     "scripts": lambda r: r.header.script,
 }
 
@@ -536,10 +544,6 @@ class Group:
 
     def listed(self, value: Value) -> str:
         return "; ".join(map(str, self.distinct(value))) or "-"
-
-
-def seed_of(run: Run) -> int | None:
-    return run.header.config.get("seed")
 
 
 def find_logs(path: str) -> list[list[Path]]:
@@ -822,8 +826,16 @@ def difference(values: list[float], base: list[float], in_pairs: bool = False) -
     return Difference(delta, finite(test.statistic), finite(test.df), finite(test.pvalue))
 
 
+def comparable_losses(group: Group, base: Group) -> list[float]:
+    """Returns the group's losses, [] if they are of other tokens than the base's."""
+    return group.losses if OF_LOSS.keys().isdisjoint(differences(group, base)) else []
+
+
 def unpaired(group: Group, base: Group) -> dict[str, Difference]:
-    return {"time": difference(group.times, base.times), "loss": difference(group.losses, base.losses)}
+    return {
+        "time": difference(group.times, base.times),
+        "loss": difference(comparable_losses(group, base), base.losses),
+    }
 
 
 def paired(group: Group, base: Group) -> dict[str, Difference]:
@@ -839,7 +851,7 @@ def paired(group: Group, base: Group) -> dict[str, Difference]:
     tests = {}
     if Path(base.runs[0].path).parent == Path(group.runs[0].path).parent / "baseline":
         tests["time"] = difference(group.times, base.times, in_pairs=True)
-    tests["loss"] = difference(group.losses, base.losses, in_pairs=True)
+    tests["loss"] = difference(comparable_losses(group, base), base.losses, in_pairs=True)
     return tests
 
 
@@ -1022,7 +1034,7 @@ def table(group: Group) -> list[tuple[str, str]]:
     rows = [
         ("runs (n)", str(len(group.counted))),
         ("steps", group.listed(WITHIN["steps"])),
-        ("length", group.listed(lambda r: r.header.config.get("length"))),
+        ("length", group.listed(setting("length"))),
         ("loss: mean, sd", f"{show(loss.mean)}, {show(loss.sd)}"),
         ("loss per byte", show(per_byte)),
         ("time, s: mean, sd", f"{show(time.mean, '.3f')}, {show(time.sd, '.3f')}"),
@@ -1096,6 +1108,8 @@ def comparison_lines(group: Group, base: Group, with_percentage: bool) -> list[s
                 if with_percentage and percent:
                     delta += f" ({percent})"
             lines.append(row(what, delta, show(test.t, ".2f"), show(test.df, ".1f"), show_p(test.p)))
+    if not comparable_losses(group, base):
+        lines.append("  the vocabulary or the validation differs, so losses cannot be compared")
     verdict = record_verdict(group, base)
     if verdict.claim:
         lines.append(f"{verdict.claim}: {'yes' if verdict.shown else 'no'}, because {verdict.text}")

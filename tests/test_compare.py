@@ -340,6 +340,7 @@ MIXED = [  # what the second of two runs has, and the warning
     ({"header": ON_A100}, "hardware (8 x NVIDIA A100; 8 x NVIDIA H100)"),
     ({"config": {"val_slices": 64}}, "val_slices (40; 64)"),
     ({"data": "cd34 (9 tokens)"}, "data (ab12; cd34)"),
+    ({"config": {"vocab_size": 9}}, "vocab_size (9; 50257)"),
     ({"config": {"target": 2.92}}, "targets (2.92; 3.28)"),
 ]
 
@@ -449,6 +450,14 @@ def test_no_percentage_between_machines(run):
     out = run("a packed other")[1]
     assert out.startswith("warning: not the same hardware, ") and " %" not in out
     assert run("a packed other --anyway")[1].count("+1.000 s (+1.11 %)") == 2
+
+
+def test_losses_of_other_tokens_are_not_compared(run):
+    write_group("runs", 95)
+    write_group("new", 90, config={"vocab_size": 257})
+    out = run("runs new")[1]
+    assert out.count("  loss    -  ") == 2 and "\n  the vocabulary or the validation differs, so" in out
+    assert "below runs' (" in out
 
 
 def test_a_records_readme_is_begun_once(run, monkeypatch):
