@@ -358,6 +358,8 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
         # A repetition's too: it may hold closing lines that the run lacks.
         read_closing(runs[-1], text, last.position, end + 1)
         header_start = last.position
+    if source_end is None:
+        notes.append(f"{path}: no whole log, only what a run printed: it lacks the script")
     return runs, notes
 
 

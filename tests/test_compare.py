@@ -146,7 +146,7 @@ def read_json(run, command):
 def test_formats_and_odd_lines(run, fixture):
     for end in "\n", "\r\n":
         (found,), notes = read(end.join(fixture["tail"]))
-        assert notes == [] and compare.run_as_json(found).items() >= fixture["expect"].items()
+        assert len(notes) == 1 and compare.run_as_json(found).items() >= fixture["expect"].items()
         if "training" in fixture:
             training = list(map(list, found.training))
             assert repr(training) == repr(fixture["training"])  # nan is not equal to nan
@@ -166,10 +166,10 @@ SCREENS = [  # what is put before a line
 def test_what_screens_and_launchers_do_to_lines(run):
     """After any other text losses, epochs and the target are read, on which a verdict depends."""
     text = f"\n{HEADER}\n{steps()}\npeak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: above"
-    (plain,), _ = read(text)
+    (plain,), notes = read(text)
     assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, "2")
     for before in SCREENS:
-        assert read(text.replace("\n", f"\n{before}")) == ([plain], []), before
+        assert read(text.replace("\n", f"\n{before}")) == ([plain], notes), before
     (found,), _ = read(text.replace("\n", "\nINFO trainer "))
     assert (found.curve, found.target, found.epochs) == (plain.curve, plain.target, plain.epochs)
 
