@@ -44,9 +44,9 @@ because it leaves out columns. Dashed: the target. The loss axis is logarithmic,
 group's first 10 % of steps.
 
 --begin prints the table of a new record, beside that of its `baseline/` if there is one, and begins its
-README.md if there is none. --update writes the records' tables in README.md and records/README.md, and draws
-the curves.png of a record if its logs or the drawing code have changed. It lists a new folder only if it is a
-record over its `baseline/`.
+README.md if there is none. If it is no record, it says what to do with the folder. --update writes the
+records' tables in README.md and records/README.md, and draws the curves.png of a record if its logs or the
+drawing code have changed. It lists a new folder only if it is a record over its `baseline/`.
 
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
@@ -1629,6 +1629,8 @@ def report(args: argparse.Namespace) -> list[str]:
         text = text_report(groups, args.anyway)
         if args.begin and not errors:
             print(begin_readme(folder, paths, text) + "\n")
+            if "\nrecord: no" in text:
+                text += f". Remove {folder}, or move it out of records/, before another race of this name"
         print(text)
     if args.curves:
         Picture(groups, []).draw(args.curves)

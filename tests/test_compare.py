@@ -478,7 +478,8 @@ def test_a_records_readme_is_begun_once(run, monkeypatch):
     readme.unlink()
     monkeypatch.delenv("RUN_COMMAND")
     write(f"{folder}/baseline", 3.29)
-    run(f"--begin {Path(folder).absolute()}/")
+    out = run(f"--begin {Path(folder).absolute()}/")[1]
+    assert f". Remove {folder}, or" in out.splitlines()[-1] and ". Remove" not in readme.read_text()
     assert f"why.)\n\nWhat `python records/compare.py {folder}/baseline {folder}`" in readme.read_text()
 
 
