@@ -338,10 +338,9 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
     header = Header()
     lines_of_runs: list[set[bytes]] = []
     steps_of_runs = split_runs(steps)
-    ends = [run_steps[0].position for run_steps in steps_of_runs[1:]]
-    ends.append(len(text))
-    for run_steps, end in zip(steps_of_runs, ends):
-        start = run_steps[0].position
+    starts = [run_steps[0].position for run_steps in steps_of_runs]
+    ends = [*starts[1:], len(text)]
+    for run_steps, start, end in zip(steps_of_runs, starts, ends):
         last = run_steps[-1]
         lines = set(re.findall(rb"\nstep:.*\S", text[start:end]))
         if any(lines <= earlier for earlier in lines_of_runs):
@@ -524,7 +523,7 @@ class Group:
     @property
     def times(self) -> list[float]:
         """Returns the training times in s, without those that are not logged."""
-        times = [finite(run.train_time_s) for run in self.counted]
+        times = [run.train_time_s for run in self.counted]
         return [time for time in times if time is not None]
 
     @property
@@ -699,8 +698,7 @@ def warn(group: Group) -> None:
         if count:
             group.faults.append(f"{count} of its runs do not name {what}")
     group.faults += group.distinct(unlike_track)
-    seeds = Counter(map(seed_of, group.counted))
-    for seed, count in seeds.items():
+    for seed, count in Counter(map(seed_of, group.counted)).items():
         if seed is not None and count > 1:
             group.faults.append(f"{count} of its runs have seed {seed}, so they are not independent")
 
@@ -712,9 +710,7 @@ def unlike_track(run: Run) -> str | None:
     if run.track not in tracks.TRACKS:
         return f"it has runs of the track `{run.track}`, which holds no records"
     different = tracks.differences(run.track, run.header.config, is_listed(run.path))
-    if not different:
-        return None
-    return f"not of the track `{run.track}`: {'; '.join(different)}"
+    return f"not of the track `{run.track}`: {'; '.join(different)}" if different else None
 
 
 def is_listed(path: str | Path) -> bool:
@@ -896,10 +892,9 @@ def mean_verdict(what: str, mean: float | None, limit: float | None, name: str, 
     """Tells whether the mean is shown to be below the limit, which is called `name`."""
     if mean is None or limit is None:
         return Verdict(False, f"there is no mean {what} to compare with {name}")
-    if mean > limit:
-        return Verdict(False, f"the mean {what} is above {name}")
-    if mean == limit:
-        return Verdict(False, f"the mean {what} is not below {name}")
+    if mean >= limit:
+        where = "above" if mean > limit else "not below"
+        return Verdict(False, f"the mean {what} is {where} {name}")
     level = "one run gives no p" if p is None else f"p {show_p(p)}"
     if p is None or p >= ALPHA:
         return Verdict(False, f"the mean {what} is not shown to be below {name} ({level}, needs < {ALPHA:g})")
@@ -998,7 +993,7 @@ def run_as_json(run: Run) -> dict:
         "final_step": run.final_step,
         "total_steps": run.total_steps,
         "val_loss": finite(run.val_loss),
-        "train_time_s": finite(run.train_time_s),
+        "train_time_s": run.train_time_s,
         "peak_mem_mib": run.peak_mem_mib,
         "torch": run.header.torch,
         "complete": run.complete,
@@ -1070,10 +1065,7 @@ def percentage(delta: float | None, base: Group, digits: int) -> str:
 def text_report(groups: list[Group], anyway: bool) -> str:
     """Returns a table of each group, and of its differences from the first."""
     base, *others = groups
-    unlike: list[str] = []
-    if not anyway:
-        for group in others:
-            unlike += differences(group, base)
+    unlike = [name for group in others for name in differences(group, base) if not anyway]
     lines = []
     if unlike:
         names = " and ".join(dict.fromkeys(unlike))
@@ -1320,15 +1312,10 @@ def mean_curve(group: Group) -> list[MeanPoint]:
         return []
     runs = []
     for run in group.counted:
-        at_step = {}
-        for step, loss, time in zip(*columns(run.curve)):
-            at_step[int(step)] = Point(int(step), loss, time)
-        runs.append(at_step)
-    shared = set(runs[0])
-    for at_step in runs:
-        shared &= set(at_step)
+        points = [Point(int(step), loss, time) for step, loss, time in zip(*columns(run.curve))]
+        runs.append({point.step: point for point in points})
     curve = []
-    for step in sorted(shared):
+    for step in sorted(set.intersection(*map(set, runs))):
         points = [at_step[step] for at_step in runs]
         losses = [point.loss for point in points]
         times = [point.time_s for point in points]
@@ -1448,10 +1435,7 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
     records = []
     refused = []
     for folder in sorted(folders):
-        paths = [str(folder)]
-        if (folder / "baseline").exists():
-            paths.insert(0, str(folder / "baseline"))
-        groups, unreadable = read_groups(paths, None)
+        groups, unreadable = read_groups(with_baseline(folder), None)
         errors += unreadable
         record = Record(folder, groups)
         reason = "" if is_listed(folder) else refuse(record)
@@ -1460,6 +1444,11 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
         else:
             records.append(record)
     return records, refused
+
+
+def with_baseline(folder: Path) -> list[str]:
+    """Returns a record's paths to compare: its `baseline/`, if there is one, and itself."""
+    return [*map(str, folder.glob("baseline")), str(folder)]
 
 
 def refuse(record: Record) -> str:
@@ -1616,9 +1605,7 @@ def report(args: argparse.Namespace) -> list[str]:
     paths = args.paths
     if args.begin:
         folder = Path(os.path.relpath(args.begin))
-        paths = [str(folder)]
-        if (folder / "baseline").exists():
-            paths.insert(0, str(folder / "baseline"))
+        paths = with_baseline(folder)
     groups, errors = read_groups(paths, args.target)
     if args.json:
         print(json.dumps(as_json(groups), indent=1, allow_nan=False))
