@@ -29,8 +29,8 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     10 Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
     11 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
     12 Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
-    13 Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows,
-                    batches that a thread builds ahead
+    13 Data         shards, prefixes of tokens, micro-batches that begin with a document, hashes, touched
+                    rows, batches that a thread builds ahead
     14 Command line --set name=value, what settings must satisfy, options
     15 Saving       saved models, checkpoints
     16 Run          processes, clock, log; warm-up, the timed loop; run() is the whole story
@@ -41,10 +41,12 @@ table of records. In shapes, T is the tokens of a micro-batch, d = H * D the mod
 MLP's width, L the layers, V the padded vocabulary, K the targets of a token or its rows of n-grams. Dq and
 Dv are the widths of a head's queries and values. In code, F is torch.nn.functional.
 
-The stream is the residual stream, and x0 its beginning: the tokens' embeddings, smeared and normed. A bank
-is a stack of equal matrices, and a rank's block is the part of a parameter that it updates. The touched rows
-of a table are those that a batch looks up. After some steps a running average of a parameter ticks: it moves
-towards the parameter.
+The stream is the residual stream. x0 is the tokens' embeddings, smeared and normed, with which it begins; in
+layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
+that it updates. The touched rows of a table are those that a batch looks up. After some steps a running
+average of a parameter ticks: it moves towards the parameter. ANVIL is the optimizer of the banks, a
+descendant of Muon (section 11). MUDD (section 6) mixes earlier streams in, with weights that small MLPs
+compute for each token. Up to the untie step lm_head and the token embedding embed are one matrix.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import record as elastic_record
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
 except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
@@ -128,10 +130,10 @@ Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer",
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
-# Config.length rescales every field of these two types. A Rate is the fraction by which a WeightAverage moves
-# at each tick. What averages gradients, such as betas and slow_rate, is a Fraction, and stays as it is.
+# Config.length rescales every field of these two types. A TickRate is the fraction by which a WeightAverage
+# moves at each tick. What averages gradients, such as betas and slow_rate, is a Fraction, and stays as it is.
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
-Rate = Annotated[float, 0, 1, "rate"]
+TickRate = Annotated[float, 0, 1, "rate"]
 # A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
 # summed in between. Adam's and the n-grams' betas and decay are stated for the first number; ANVIL takes no
 # account of the interval.
@@ -149,7 +151,7 @@ class Layer:
     narrow_v: bool = False
     # Half of each key comes from the token before. Only in plain layers without narrow_qk.
     key_shift: bool = False
-    value: bool = False  # a value embedding, from a table of its own, is added to this layer's values
+    value: bool = False  # a value embedding, from its own part of value_embeds, is added to the values
     # Exclusive self-attention: heads lose what lies along their own token's value. Only in plain layers.
     xsa: bool = False
     gate: bool = False  # each head's output is gated
@@ -181,9 +183,9 @@ LAYERS = (
 class Windows:
     """Attention windows, in units of Config.window_unit tokens before the query's own.
 
-    In paired layers they count rows, two for each token, and so reach half as far. A third window is a field
-    with a default, which stages have that do not name it, and its name in Layer.window. Its layers keep the
-    rotary tables that follow `long` (wide heads) or `short` (narrow heads).
+    In paired layers they count rows, two for each token, and so reach half as far. A third window is a
+    field here, with a default for the stages that do not name it, and one more name in Layer.window. It does
+    not change the rotary tables: those of wide heads follow `long`, those of narrow heads `short`.
     """
 
     short: Positive
@@ -225,9 +227,10 @@ class ParamSpec:
     #     sum its gradient in main_grad. GPT.layer_weights() gives its matrices to the layers.
     # tokens: a table, of which each token selects a row. GPT.trunk finds the rows in looked_up[name].
     # hashed: bigram_embed alone, of which a bigram's hash selects a row. Another such table needs a kind of
-    #     its own, also in is_table, SELECTORS and CLASSES, rows from make_micro_batch() in a field of
-    #     MicroBatch, their segments in Prefetcher._build, and a look-up like GPT.ngram_sums.
-    # In what autograd differentiates only small parameters may be read as self.NAME: others get no gradient.
+    #     its own, also in is_table, SELECTORS and CLASSES; a field of MicroBatch, which make_micro_batch()
+    #     fills with its rows; their segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
+    # Of banks, tables and lm_head the gradients are written by hand, not by autograd. So GPT.trunk and
+    # pointer_inputs may read only small parameters as self.NAME. Banks are in `banks`, tables in `looked_up`.
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
@@ -246,8 +249,6 @@ class ParamSpec:
     def is_table(self) -> bool:
         return self.kind in ("tokens", "hashed")
 
-
-GATE_DIM = 12  # channels that the sigmoid gates of smear and value embeddings look at; Gate's see all
 
 # fmt: off
 Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
@@ -292,28 +293,29 @@ PARAMS = (
 class WeightAverage:
     """A running average of parameters, which in the end replaces their last values or is mixed with them.
 
-    A row of Config.averages. Averages take noise out where the rate is still high, in the place of the last
-    part of a cooldown (record 92, PR 360). The table of n-grams has none.
+    A row of Config.averages. Averages take noise out where the learning rate is still high, in the place of
+    the last part of a cooldown (record 92, PR 360). The table of n-grams has none.
     """
 
     params: tuple[str, ...]  # of banks, tables and lm_head; those that the model lacks are ignored
     window: Steps  # the run's last steps that it looks at; 0: none
-    rate: Rate  # each tick moves the average by this share towards the parameter; the first is a copy
+    rate: TickRate  # each tick moves the average by this share towards the parameter; the first is a copy
     blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
     # The average ticks after a step if the number of steps left, modulo `every`, is `offset`, or if that
     # number is in `also`.
     every: Positive = 1
     offset: int = 0
     also: tuple[Steps, ...] = ()
-    last_rate: Rate = 0.0  # of the last tick; 0: `rate`
-    # An average has a smaller norm than the parameter. If one of a parameter's rows says so, it is scaled to
-    # the norm that it had before.
+    last_rate: TickRate = 0.0  # of the last tick; 0: `rate`
+    # An average has a smaller norm than the parameter. If one of a parameter's rows says so, the parameter is
+    # scaled back to its norm after all of them.
     keep_norm: bool = True
 
 
-# Record 92's. Some parameters have two rows: the second row starts from what the first one wrote. The record
-# ticks lm_head's average after every step, at 2 / 299. As lm_head changes after every second step only, two
-# of these ticks are one here; the last stays single.
+# Record 92's. Some parameters have two rows. Their averages run independently, and in the end the parameter
+# is moved towards the first one, and then from there towards the second. The record ticks lm_head's average
+# after every step, at 2 / 299. But lm_head changes after every second step only, so one tick at the rate of
+# two stands for two. The last tick is single: hence last_rate.
 # fmt: off
 AVERAGES = (
     #              parameters                    window  rate                     blend
@@ -378,8 +380,9 @@ class Config:
     `replace`.
 
     A new switch also needs a row of ADDED in evals/saved_model.py, for models saved before, and one of PARTS
-    in tests/test_switches.py. Constants that are no settings stand beside their use: GATE_DIM, MUDD_SCALE,
-    initial values (param_table), the FP8 scales (FP8_*), COLUMN_STRIDE.
+    in tests/test_switches.py. Constants that are no settings: GATE_DIM, MUDD_SCALE and the initial values of
+    param_table() in section 6, NORM_EPS, FP8_* and PROB_FLOOR in 8, ANVIL_MAPS and ROW_EPS in 11,
+    COLUMN_STRIDE in 13.
     """
 
     # data and goal
@@ -457,21 +460,21 @@ class Config:
     momentum_cooldown: Steps = 50  # last steps, back towards min
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
-    averages: tuple[WeightAverage, ...] = AVERAGES  # done after the last step, in this order
+    averages: tuple[WeightAverage, ...] = AVERAGES  # after the last step parameters move to them, in order
     # The optimizer.
     params: tuple[ParamSpec, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
     # Of what Adam updates, all parameters of another kind than bank:
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
-    # An update's decay is adam_wd * ParamSpec.wd_mul * (the rate)^2, whatever the first number of
-    # update_every. Once updates are rarer than at first, it is as many times that.
+    # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
+    # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
     # Of what ANVIL updates, the banks, down to fast_weight:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
-    bank_dtype: DType = "bfloat16"  # of the orthogonalization
+    bank_dtype: DType = "bfloat16"  # of the momentum's orthogonalization, and of the result
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
@@ -489,8 +492,8 @@ class Config:
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
     main_grad: bool = True
-    # The head takes this many tokens at once: more need more memory, fewer more launches. With sampled
-    # columns it takes more tokens, so that it makes about as many logits.
+    # The head takes this many tokens at once. A larger number needs more memory, a smaller one more launches.
+    # With sampled columns it takes more tokens, so that it makes about as many logits.
     head_chunk: Positive = 8192
     kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
@@ -555,7 +558,7 @@ CPU = replace(
         lr=0.35,
         contexts=("word", "above", "copy"),
     ),
-    bigram_vocab_size=16384,  # in their place, with ngrams.orders=
+    bigram_vocab_size=16384,  # used with --set ngrams.orders=, when bigram_embed is in the place of n-grams
     # On this text XSA, the pointer and the record's softcap raise the loss (docs/settings.md). On others that
     # is not sure.
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),
@@ -711,8 +714,8 @@ def part_at(t: float, parts: tuple):
 
 
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
-    """Returns the factor of the learning rates: the stage's, and over the last cooldown_frac of the steps
-    before the last stage a mean of that and the last stage's, with ever more of the last.
+    """Returns the factor of the learning rates: the stage's lr_mul. In the last cooldown_frac of the steps
+    before the last stage it moves, on a line, from that to the last stage's lr_mul.
     """
     end = cfg.stage_starts[-1]
     cooldown_from = int(end * (1 - cfg.cooldown_frac))
@@ -795,12 +798,13 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
 
 
 def warmup_steps(cfg: Config) -> list[range]:
-    """Returns steps that do all that a run does: the first two, and two before and after each step that is
-    the first with its stage, number of sampled columns, prefixes or none, and late updates or none.
+    """Returns ranges of steps that together do all that a run does: around each step that is the first with
+    its stage, number of sampled columns, prefixes or none, and late updates or none, the two steps before it,
+    itself and the next one.
 
-    From the last stage's start on four: the first two untie embed, the others update it on its own. All begin
-    at even steps, if need be one earlier: with an update after every step or every second, gradients then
-    overwrite or add to those before as in the run.
+    From the last stage's start on a range has four steps: the first two untie embed, the others update it on
+    its own. A range that would begin at an odd step begins one earlier: with an update after every step or
+    every second, gradients then overwrite or add to those before as in the run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -978,6 +982,15 @@ map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and t
 # ============================================================================================================
 
 
+# A row of a table has up to three numbers, all int32:
+#   row        its place in the whole table, as a token or a hash names it
+#   local_row  its place in its owner's block
+#   slot       its place in this rank's buffers. Every rank has all rows of most tables, so there slot = row.
+#              Of n-grams it has only the rows that it fetched: a slot is a row's place in NgramTable.cache.
+#
+# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
+
+
 class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
@@ -996,7 +1009,7 @@ class MicroBatch(NamedTuple):
     # (n,) int32: 0, the ends of the documents or of the pieces that attention cuts them into, then T, which
     # repeats up to a usual length
     cu_seqlens: Tensor
-    max_doc_len: int  # a bound on the distance of two of these: flash_attention's max_seqlen
+    max_doc_len: int  # a bound on the distance of successive ones: flash_attention's max_seqlen
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
     # By the field above that has the ids. Those of n-grams are slots, all others are rows. Packed apart from
@@ -1009,13 +1022,6 @@ class MicroBatch(NamedTuple):
 
 # The field of MicroBatch that selects the rows of a table, by its kind.
 SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
-
-
-# A row of a table has up to three numbers, all int32:
-#   row        its place in the whole table, as a token or a hash names it
-#   local_row  its place in its owner's block
-#   slot       its place in this rank's buffers. Of most tables every rank has all rows, and a row is its own
-#              slot. Of n-grams a rank has only the rows that it fetched: NgramTable.cache has them by slot.
 
 
 class Segments(NamedTuple):
@@ -1050,8 +1056,8 @@ def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, next_batch: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
     """Trains on one batch. Returns this rank's loss for the log, a weighted mean over targets: 0-d, on the
-    device. It is lower than a validation's with sampled columns, over which alone it is, and with prefixes,
-    as a missing target counts as 0.
+    device. It is not comparable with a validation's: sampled columns lower it, as the softmax is over fewer
+    tokens, and so do prefixes, as a missing target counts as 0; losses on later tokens raise it.
 
     `next_batch()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
@@ -1210,7 +1216,7 @@ LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp pos
 # The parameters of two small MLPs are stacked along their first axis.
 # "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
 TO_LAYER, TO_HEAD = 0, 1
-# "mudd_gate" computes gates, of all kinds: of the layers up to skip_from, and of those after it.
+# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
 EARLY, LATE = 0, 1
 
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
@@ -1236,7 +1242,8 @@ class LayerWeights(NamedTuple):
     qk: Weight | None  # (2 H Dq, d): queries and keys
     v: Weight | None  # (H Dv, d)
     out: Weight | None  # (d, H Dv)
-    value_embed: Tensor | None  # (T, d): the tokens' value embeddings
+    # (T, d), added to the values: the tokens' value embeddings, or what mudd_connections() makes of them
+    value_embed: Tensor | None
     ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
     mlps: list[MLPWeights]
     scalars: LayerScalars  # (T or 1, 1) each
@@ -1261,10 +1268,11 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.backend = backend or TORCH_BACKEND
         self.device = torch.device(device)
-        # An NgramTable, or what has its fetch(): where rows of n-grams come from. Its owner sets it.
+        # Where rows of n-grams come from: an NgramTable, or outside training what has its fetch(). Its owner
+        # sets it.
         self.ngrams: typing.Any = None
-        # For move(): torch.empty, but of each size there is one tensor. Each micro-batch in training
-        # overwrites the one before it, so those of equal shapes have equal addresses, which CUDA graphs need.
+        # For move(): torch.empty, but of each size there is one tensor. In training a micro-batch overwrites
+        # the last one of its size, so those of equal shapes have equal addresses, which CUDA graphs need.
         self.micro_batch_buffer = cache(torch.empty)
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.gate_table = gate_table(cfg)
@@ -1356,8 +1364,9 @@ class GPT(nn.Module):
         """Returns what a micro-batch's tokens look up, by table, for forward().
 
         Of a table of tokens: each token's row (T, ...). Of bigram_embed or the n-grams: sums of rows (T,
-        width). In training the rows of n-grams are in the table's cache, and autograd leaves its gradients
-        in the `grad` of what is returned; outside it rows of n-grams are fetched first.
+        width). In training the rows of n-grams are in NgramTable.cache; otherwise they are fetched here. In
+        training autograd leaves gradients in the `grad` of all that is returned, of which add_rows() takes
+        them to the tables.
         """
         found = {self.ngram_key: self.ngram_sums(micro_batch, training)}
         for name in self.token_tables:
@@ -1397,8 +1406,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
-        windows: tokens, by name. banks: Optimizer.banks(); without it the banks' gradients are autograd's.
-        With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in FP8.
+        windows: tokens, by name. banks: Optimizer.banks(). Without it, if the model has no Optimizer, the
+        banks' gradients are autograd's. With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in
+        FP8.
         """
         if banks is None:
             banks = {name: Weight(getattr(self, name)) for name in self.bank_names}
@@ -1498,7 +1508,7 @@ class GPT(nn.Module):
             matrices[name] = bank.split(rows)
         value_tables = iter(value_embeds)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
-        next_fp8 = iter(mlps_fp8.split() if mlps_fp8 else ())
+        fp8_mlps = iter(mlps_fp8.split() if mlps_fp8 else ())
         layers = []
         for layer, scalars in zip(cfg.layers, self.layer_scalars(T)):
             qk = v = out = value = ve_gate = None
@@ -1517,7 +1527,7 @@ class GPT(nn.Module):
             for _ in range(layer.mlps):
                 fc = next(matrices["mlp_bank"])
                 proj = next(matrices["mlp_bank"])
-                mlps.append(MLPWeights(fc, proj, next(next_fp8, None)))
+                mlps.append(MLPWeights(fc, proj, next(fp8_mlps, None)))
             layers.append(LayerWeights(qk, v, out, value, ve_gate, mlps, scalars))
         return layers
 
@@ -1659,8 +1669,8 @@ class GPT(nn.Module):
     def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        Without weights they are constants, (k, 1). Of the outputs TO_HEAD, those for whole streams have
-        biases; those for groups of their channels have none. MUDD: Xiao et al. 2025, arXiv:2502.12170,
+        Without weights they are constants, (k, 1). TO_HEAD returns a weight for each stream, and then
+        mix_groups weights for each; only the first have biases. MUDD: Xiao et al. 2025, arXiv:2502.12170,
         trimmed in record 81; gates by it in record 85.
         """
         biases = len(self.small_mlp_biases[name][i])
@@ -1945,14 +1955,15 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 
 
 class Gate(NamedTuple):
-    """An output of the MLPs "mudd_gate", used for each token as it is, without a sigmoid.
+    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
+    is used without a sigmoid; only that of xsa goes through a tanh.
 
     Another gate is a field of Layer, a line of gate_table(), and gates[use, i] where it acts: in
     GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
     embeddings and the pointer have gates of other kinds, which do not come from here.
     """
 
-    # xsa (behind a tanh), output, x0, ngram, or skip (times a learned factor).
+    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
     use: str
     layer: int
     columns: int  # one, or one a head
@@ -2010,6 +2021,7 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     return used
 
 
+GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
 MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
 # What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
@@ -2038,7 +2050,8 @@ def head_streams(cfg: Config) -> dict[str, float]:
     """
     tables = sum(layer.value for layer in cfg.layers if layer.attention)
     values = {f"value {i}": 0.0 for i in range(tables)}
-    # The backout is taken off: it served only middle layers (PR 140).
+    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
+    # (PR 140).
     before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
     return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
 
@@ -2174,7 +2187,8 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
 
 
 # ============================================================================================================
-# 7  Gradients. Linear layers and MLPs, whose backwards write their weights' gradients into main_grad.
+# 7  Gradients. Linear layers and MLPs, whose backwards write their weights' gradients into main_grad. Their
+#    arithmetic is in section 8.
 # ============================================================================================================
 
 
@@ -2207,11 +2221,12 @@ write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
 
 
 class Weight(NamedTuple):
-    """A matrix of a bank, or the bank."""
+    """A matrix of a bank; or, until split(), the whole bank, which has one axis more."""
 
     w: Tensor  # (rows, cols)
     main_grad: Tensor | None = None  # w's part of the bank's; None: its gradient is autograd's
-    written: Tensor | None = None  # DenseParam.written
+    # DenseParam.written, 0-d on the CPU: whether main_grad has a gradient already, to which the next is added
+    written: Tensor | None = None
 
     def split(self, rows: int) -> Iterator[Weight]:
         """Returns a bank's matrices, of so many rows each, in their order."""
@@ -2295,8 +2310,7 @@ class MLP(torch.autograd.Function):
 def runs_by_hand(x: Tensor) -> bool:
     """True if x is fp32 or fp64, in code that is not compiled. There norm, mix and rotate have forms by hand,
     which pass over memory less often, and are equal up to rounding. An edit of one form needs the same edit
-    of the other. Elsewhere two uses are by hand, too: final_norm() is Norm, and each term of mix() has Mix's
-    backward.
+    of the other. Elsewhere, too, final_norm() calls Norm, and mix() calls Mix for each term.
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2391,7 +2405,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # Three forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl) and, both in
 # dense_attention, torch's scaled_dot_product_attention and, in code that is not compiled, on a CPU,
-# block_attention (below). Other scores need an edit of each.
+# block_attention (at this section's end). Other scores need an edit of each.
 
 
 def dense_attention(
@@ -2402,8 +2416,8 @@ def dense_attention(
     q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
     bounds a document's length. Returns (T, H, Dv).
 
-    Queries go in blocks, in either form, each against the keys of its block and of `window` positions before:
-    T * (window + block) scores instead of T * T.
+    Queries go in blocks, in either form, each against the keys of its block and of the whole blocks that hold
+    `window` positions before it: about T * (window + block) scores instead of T * T.
     """
     if not (q.is_cuda or torch.compiler.is_compiling()):
         return block_attention(q, k, v, cu_seqlens, max_seqlen, window)
@@ -2429,7 +2443,7 @@ def dense_attention(
 
 
 def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
+    """Returns each of T positions' document, (T,) int64, as the index of its end in cu_seqlens."""
     pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, pos, right=True)
 
@@ -2528,7 +2542,49 @@ FP8_ACT_MARGIN = 1.80
 FP8_GRAD_MARGIN = 1.25
 FP8_WEIGHT_MARGIN = 1.12
 FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than that margin a step
-FP8_LEAST = 1e-12  # maxima below count as that, or as none
+FP8_LEAST = 1e-12  # a smaller maximum of a weight counts as this; others then leave their scale as it is
+
+
+# Where FP8MLP.scales has the scale of each tensor: a row for the input, the weight and the result of
+# relu_square_fp8, a column for the forward and one for the backward.
+INPUT, WEIGHT, RESULT = 0, 1, 2
+FP8_SCALES = {
+    "h": (INPUT, 0),
+    "dy": (INPUT, 1),
+    "fc": (WEIGHT, 0),
+    "proj": (WEIGHT, 1),
+    "square": (RESULT, 0),
+    "da": (RESULT, 1),
+}
+# For kernels: how many scales lie before these rows.
+WEIGHT_AT = tl.constexpr(2 * WEIGHT)
+RESULT_AT = tl.constexpr(2 * RESULT)
+
+
+class FP8MLP(NamedTuple):
+    """An MLP's weights in FP8, and the scales of what it computes with; until split(), all MLPs', stacked.
+
+    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
+    """
+
+    weights: Tensor  # fc and proj (2, F, d), e4m3
+    weights_T: Tensor  # (2, d, F)
+    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALES
+    # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
+    amax: Tensor
+    i: int = 0  # which MLP this is
+
+    def split(self) -> Iterator[FP8MLP]:
+        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
+        tensor a part begins that a Triton kernel changes.
+        """
+        parts = zip(self.weights, self.weights_T, self.scales)
+        for i, (weights, weights_T, scales) in enumerate(parts):
+            yield FP8MLP(weights, weights_T, scales, self.amax, i)
+
+    def scale(self, name: str) -> Tensor:
+        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
+        return self.scales[FP8_SCALES[name]]
 
 
 @compiled
@@ -2549,15 +2605,16 @@ def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
     """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need an M that 16 divides.
     As M is rounded here, the compiler knows that, too, and stores 16 bytes at once.
 
-    The tile is converted twice, once for each store. If both had the same bytes, ptxas 12.8 could make a
-    program that transposes some bytes of the first store, too.
+    The tile is converted twice, once for each store. If one conversion served both, a fault of ptxas 12.8
+    could leave some bytes of the first store transposed, too.
     """
     M = M // 16 * 16
     codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
     offs, mask = tile_offsets(rows, cols, M, N)
     tl.store(out + offs, codes.to(out.dtype.element_ty), mask=mask)
     offs_T, mask_T = tile_offsets(cols, rows, N, M)
-    # Zeros are not stored. They make this another conversion, which no compiler merges with the first.
+    # tl.where changes only what is not stored. It keeps compilers from merging this conversion with the
+    # first.
     codes_T = tl.trans(tl.where(mask, codes, 0.0).to(out.dtype.element_ty))
     tl.store(out_T + offs_T, codes_T, mask=mask_T)
 
@@ -2667,48 +2724,6 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     """Computes relu_square_grad for bf16 with a rounded root, in half the time on a CPU."""
     return (2 * dy @ proj.T).mul_(square.sqrt())
-
-
-# Where FP8MLP.scales has the scale of each tensor: a row for the input, the weight and the result of
-# relu_square_fp8, a column for the forward and one for the backward.
-INPUT, WEIGHT, RESULT = 0, 1, 2
-FP8_SCALES = {
-    "h": (INPUT, 0),
-    "dy": (INPUT, 1),
-    "fc": (WEIGHT, 0),
-    "proj": (WEIGHT, 1),
-    "square": (RESULT, 0),
-    "da": (RESULT, 1),
-}
-# For kernels: how many scales lie before these rows.
-WEIGHT_AT = tl.constexpr(2 * WEIGHT)
-RESULT_AT = tl.constexpr(2 * RESULT)
-
-
-class FP8MLP(NamedTuple):
-    """An MLP's weights in FP8, and the scales of what it computes with; until split(), all MLPs', stacked.
-
-    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
-    """
-
-    weights: Tensor  # fc and proj (2, F, d), e4m3
-    weights_T: Tensor  # (2, d, F)
-    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALES
-    # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
-    amax: Tensor
-    i: int = 0  # which MLP this is
-
-    def split(self) -> Iterator[FP8MLP]:
-        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
-        tensor a part begins that a Triton kernel changes.
-        """
-        parts = zip(self.weights, self.weights_T, self.scales)
-        for i, (weights, weights_T, scales) in enumerate(parts):
-            yield FP8MLP(weights, weights_T, scales, self.amax, i)
-
-    def scale(self, name: str) -> Tensor:
-        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
-        return self.scales[FP8_SCALES[name]]
 
 
 def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -3547,8 +3562,10 @@ class BlockAttention(torch.autograd.Function):
 
 
 def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the QUERIES rows of
-    each, after the rows before them. It is a view of rows; there are zeros before the first and after T.
+    """Returns t (T, H, D) cut into blocks (H * blocks, size, D), with the dtype and number of `like`.
+
+    A block is QUERIES rows of a head, after the size - QUERIES rows before them. Blocks overlap, so the
+    result is a view. Rows before the first head and after T are zeros.
     """
     (T, H, D), before = t.shape, size - QUERIES
     rows = like.new_zeros(before + len(like) * QUERIES, D)
@@ -3617,7 +3634,7 @@ def check_driver() -> None:
 
 
 def select_backend(cfg: Config, device: torch.device) -> Backend:
-    """Returns the implementations that the config names. Only cfg.bf16_mlp falls back in silence.
+    """Returns the implementations that the config names. Of these only cfg.bf16_mlp falls back in silence.
 
     Raises UserError with the first reason against them here, and a setting that avoids it.
     """
@@ -3670,7 +3687,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
 
 class Optimizer:
     """Decides when each parameter is updated, and spreads the work over ranks: scatters gradients, updates
-    own blocks by UPDATE_RULES (work), gathers parameters.
+    own blocks (work), gathers parameters. UPDATE_RULES, and for n-grams row_adam(), say how to update.
 
     Gradients are exchanged in the order of `trainables`: n-grams', then in the order of cfg.params, small
     parameters' last. Updates are done by update_order.
@@ -3863,7 +3880,7 @@ class RunningAverage(NamedTuple):
 class Trainable:
     """What the optimizer updates: a parameter that is spread over ranks, or the table of n-grams.
 
-    main_grad is the gradient, summed from one update to the next, over micro-batches and steps. Each subclass
+    main_grad is the gradient, summed from one update to the next, over micro-batches and steps. Each object
     has scatter(), which starts its mean over ranks, and update(), which updates this rank's block by that.
     """
 
@@ -3921,10 +3938,10 @@ class ShardedParam(Trainable):
     def end_backward(self) -> None:
         """Ends a micro-batch's backward, after which tables get their gradients.
 
-        Here it only serves wrappers such as Megatron's, which set a parameter's requires_grad and attribute
-        grad_added_to_main_grad: by TransformerEngine's contract (its PR 2871) it becomes True, and autograd
-        gets an uninitialized gradient: hooks that wait for one then run, and drop it. This is not in the
-        backward of each product, because a compiled backward gives all its results at its end.
+        Here it does something only for wrappers such as Megatron's, which set a parameter's requires_grad and
+        attribute grad_added_to_main_grad. By TransformerEngine's contract (its PR 2871) the attribute becomes
+        True, and autograd gets an uninitialized gradient, so that hooks that wait for one run, and drop it.
+        It is not in the backward of each product, because a compiled backward gives all results at its end.
         """
         if hasattr(self.p, "grad_added_to_main_grad"):
             self.p.grad_added_to_main_grad = True
@@ -3944,8 +3961,8 @@ class ShardedParam(Trainable):
             self.in_flight = self.exchange.gather(self.name, self.p.detach())
 
     def tick(self, rates: tuple[float, ...]) -> None:
-        """Moves averages towards the block, by StepPlan.average_rates. Mantissas of bf16 blocks are ignored,
-        here and in apply_averages.
+        """Moves averages towards the block, by StepPlan.average_rates. Here and in apply_averages a bf16
+        block is taken without the lower halves of its numbers, which ANVIL's state has.
         """
         for average in self.averages:
             rate = rates[average.number]
@@ -4114,7 +4131,7 @@ class LMHead(DenseParam):
         add_columns(self.main_grad, embed.routes.rows, embed.take_rows().T)
 
     def copy_to(self, embed: TableParam) -> None:
-        """Lets embed be copied when somebody waits for it, after this parameter's gather."""
+        """Makes waiting for embed wait for this parameter's gather, and then copy its transpose to embed."""
         embed.in_flight = self.in_flight._replace(finish=partial(transpose_copy, embed.p))
 
     def untie(self, embed: TableParam) -> None:
@@ -4165,7 +4182,7 @@ class NgramTable(Trainable):
     spec: Ngrams
     name = "ngrams"
     selector = "hashed_rows"
-    update_order = -1  # before all parameters, while whose updates run the next rows are fetched
+    update_order = -1  # before all parameters: the next rows are fetched while those are updated
 
     def __init__(self, cfg: Config, exchange: Exchange):
         n = self.spec = cfg.ngrams
@@ -4252,9 +4269,10 @@ CLASSES: dict[tuple[str, str], Callable] = {
 
 
 # ============================================================================================================
-# 11  Update rules. In place, on one block, in at least fp32, but ANVIL's orthogonalization is in
-#     Config.bank_dtype. Another rule is init, update, and an entry of UPDATE_RULES. A block of a bank is
-#     whole matrices; of lm_head or a table it is some of the rows.
+# 11  Update rules. In place, on one block, in at least fp32, but what ANVIL does between its momentum and the
+#     update, orthogonalization and NorMuon's scaling, is in Config.bank_dtype. Another rule is init, update,
+#     and an entry of UPDATE_RULES. A block of a bank is whole matrices; of lm_head or a table it is some of
+#     the rows.
 # ============================================================================================================
 
 
@@ -4294,9 +4312,10 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
 
         exp_avg = beta1 exp_avg + (1 - beta1) grad,  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
         update = step_size exp_avg / (sqrt(exp_avg_sq) + eps)
-        p = p - update - decay p [update p > 0],  decay = lr^2 wd
+        p = p - update - decay p [update p > 0],  decay = lr^2 adam_wd wd_mul interval_ratio
 
-    with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t. Weight decay acts only where it points
+    with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t, and ParamSpec.betas to the power of
+    interval_ratio as beta1 and beta2. Weight decay acts only where it points
     the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["muls"], if it is
     there, are factors of step_size and decay, of each entry of p.
     """
@@ -4590,9 +4609,10 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
 
     with update_beta2 = beta2^interval_ratio, as time passes by interval_ratio from update to update.
     The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
-    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment, and bias correction is the
-    table's: a row's first step is 1 / sqrt(1 - update_beta2) times as long as one of a row that is always
-    touched (PR 360). Decay is cautious, as in adam().
+    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
+    updates of the whole table, not of a row. So the first step of a row that is touched late is 1 / sqrt(1 -
+    update_beta2) times as long as one of a row that is always touched; that is meant (PR 360). Decay is
+    cautious, as in adam().
     """
     dtype = state["moments"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
@@ -4667,9 +4687,10 @@ UPDATE_RULES = {
 #        mean               row 0 = g0[0] / 2           row 2 = 0
 #                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
 #
-#    If main_grad is fp32, or the number of ranks a power of 2, these are the bits of the dense exchange with
-#    reduction=fp32, rounded to main_grad's dtype. Otherwise the owner's sum in bf16 is rounded once more when
-#    it is divided. Section 10 says what is added for the rows of n-grams, of which no rank has them all.
+#    The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32,
+#    or the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
+#    dtype. Otherwise, in bf16, the division rounds once more. Section 10 says what is added for the rows of
+#    n-grams, of which no rank has them all.
 # ============================================================================================================
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
@@ -4709,7 +4730,7 @@ class Exchange:
     world_size: int
     group: dist.ProcessGroup | None = None
     device: torch.device = torch.device("cpu")  # where the group's tensors must be
-    segment_sum_rows: Callable = segment_sum_rows  # the Backend's; tables, too, take it from here
+    segment_sum_rows: Callable = segment_sum_rows  # the Backend's; Optimizer.add_rows takes it from here
 
     def __post_init__(self):
         self.options = {"group": self.group, "async_op": True}
@@ -4804,7 +4825,8 @@ class Exchange:
 
 
 # ============================================================================================================
-# 13  Data. Shards of tokens become micro-batches of whole documents, the same for any number of ranks.
+# 13  Data. Shards of tokens become micro-batches. Each begins with a document, and documents are cut to a
+#     largest length. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
 MAGIC = 20240520
@@ -5064,7 +5086,7 @@ CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
 
 
 def cu_seqlens_capacity(tokens: int) -> int:
-    """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes.
+    """Returns how many entries cu_seqlens usually has for so many tokens: so its shape seldom changes.
 
     The numbers are for the record's stages. No result depends on them.
     """
@@ -5153,9 +5175,9 @@ COLUMN_STRIDE = 20011  # a prime
 def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
     """Returns `count` tokens (ascending, int32), all that are needed and others, and the next call's offset.
 
-    The others come from a walk through a fixed permutation of the vocabulary, from `offset` on: the first
-    that are not needed. The next call goes on after this walk's interval. If the interval has too few, they
-    are spread over all (record 92).
+    The others come from an interval of a fixed permutation of the vocabulary, from `offset` on: the first of
+    its tokens that are not needed. The next call takes the interval after it. If an interval has too few,
+    they are spread over the whole vocabulary (record 92).
     `vocab` must not be a multiple of the prime COLUMN_STRIDE.
     """
     chosen = np.zeros(vocab, bool)
@@ -5179,7 +5201,7 @@ FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wai
 
 
 class TrainLoader:
-    """Cuts training shards into batches of whole documents; rank r has micro-batches r, r + world_size, ...
+    """Cuts training shards into micro-batches, of which rank r has those of numbers r, r + world_size, ...
 
     A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
     rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
@@ -5274,7 +5296,9 @@ class TrainLoader:
             ends = np.cumsum(lengths)[:-1]
             micro_batch = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
             if plan.sampled_columns:
-                needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
+                needed = tokens[1:]
+                if cfg.pointer_dim:  # the gate's column, too
+                    needed = np.append(needed, cfg.vocab_size)
                 chosen, self.offsets[local] = choose_sampled_columns(
                     needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[local]
                 )
@@ -5365,8 +5389,10 @@ class Prefetcher:
         return Batch(plan, micro_batches, self.loader.position(), routes)
 
     def _route_table(self, spec: ParamSpec, rows: np.ndarray) -> RowRoutes:
-        """Routes the touched rows of a table whose blocks are consecutive rows. A dense exchange sends the
-        whole table, so that other ranks need not know: this rank counts as the owner of all rows.
+        """Routes the touched rows of a table whose blocks are consecutive rows.
+
+        With exchange=reduce_scatter the whole table is sent, so no rank need know what others have touched.
+        The routes then only say which rows this rank has touched, and are made as if there were one rank.
         """
         exchange = self.exchange if spec.exchange == "sparse" else Exchange(0, 1)
         owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
@@ -5736,7 +5762,7 @@ def positive(text: str) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         Path(__file__).name,
-        usage="./run.sh [SCRIPT.py] [options], or torchrun SCRIPT.py [options]; ./run.sh -h and -h list them",
+        usage="./run.sh [SCRIPT.py] [options], or torchrun SCRIPT.py [options]; -h lists them",
         description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
         "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
         epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
@@ -5790,7 +5816,7 @@ def read_settings(args: argparse.Namespace) -> Config:
     )
     # The log holds no absolute path.
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
-    _, world_size, _ = init_distributed(cfg.device, join=False)
+    _, world_size, _ = this_process(cfg.device)
     check_config(cfg, args.check or world_size)
     if args.save is not None:
         output_file(args.save)
@@ -5981,12 +6007,10 @@ def remove_checkpoints(folder: Path, keep: Path | None = None) -> None:
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-@user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
-def init_distributed(device_kind: str = "gpu", join: bool = True) -> tuple[int, int, torch.device]:
-    """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
-
-    Without torchrun there is one rank, and no group. With join=False no group is joined. device_kind:
-    Config.device.
+@user_error_on("cannot read RANK and WORLD_SIZE", "start with torchrun, or unset both", ValueError)
+def this_process(device_kind: str = "gpu") -> tuple[int, int, torch.device]:
+    """Returns this process's rank, the world size and its device, as torchrun's environment says; without
+    torchrun there is one rank. Makes its GPU the current one. device_kind: Config.device.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -5999,12 +6023,18 @@ def init_distributed(device_kind: str = "gpu", join: bool = True) -> tuple[int, 
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if join and world_size > 1:
-        if device.type == "cuda":
-            dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     return rank, world_size, device
+
+
+@user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
+def join_processes(world_size: int, device: torch.device) -> None:
+    """Joins the process group that torchrun's environment describes; with one rank there is none."""
+    if world_size == 1:
+        return
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 class Clock:
@@ -6165,38 +6195,29 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     return path, path.with_suffix(suffix)
 
 
-def open_log(
-    args: argparse.Namespace, cfg: Config, track: str, data: Dataset, exchange: Exchange, resumed: dict
-) -> tuple[RunLog, Path, dict]:
-    """Begins the run's log with the script and the config. Returns it; the path of the run's files, without a
-    suffix; and the task, which must be the same to resume the run.
-
-    Raises UserError if ranks were not started alike, or the checkpoint `resumed` is of another task.
-    """
+def task_of(args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int) -> dict:
+    """Returns what must be the same to resume a run."""
     task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    task |= {"seed": args.seed, "processes": exchange.world_size, "script": zlib.crc32(SOURCE)}
+    return task | {"seed": args.seed, "processes": world_size, "script": zlib.crc32(SOURCE)}
+
+
+def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
+    """Raises UserError if ranks were not started alike, or if the checkpoint `resumed` is of another task."""
     require_same_start(args, task | {"step": resumed.get("step")}, exchange)
     if resumed:
         different = differences(resumed["task"], task)
         require(
             not different, f"{args.resume} is of a run with another {different}; start it as that one was"
         )
-    # This is collective, so no log is begun before all ranks have passed the checks above.
-    path, log_path = name_run(args, track, exchange, resumed)
 
-    if exchange.rank == 0 and (args.checkpoint_every or resumed):
-        lock_checkpoints(path.with_suffix(".checkpoint"))
-    log = RunLog(log_path if exchange.rank == 0 else None)
-    config = config_json(replace(cfg, track=track), name=args.name, seed=args.seed)
+
+def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange) -> None:
+    """Writes the script, the environment and the config."""
+    config = config_json(cfg, name=args.name, seed=args.seed)
     log.print0(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
     log.print0(f"config: {config}", console=False)
     log.print0(f"data: {data.fingerprint}")
-    if resumed:
-        log.print0(f"resumed: {path.name} after step {resumed['step']}")
-    log.print0("=" * 100, console=False)
-    log.print0(f"log: {log.path}", file=False)
-    return log, path, task
 
 
 def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:
@@ -6434,7 +6455,9 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 def run(args: argparse.Namespace) -> None:
     """Runs what the command line says. --check ends it before anything is joined or written."""
     cfg = read_settings(args)
-    rank, world_size, device = init_distributed(cfg.device, join=not args.check)
+    rank, world_size, device = this_process(cfg.device)
+    if not args.check:
+        join_processes(world_size, device)
     backend = select_backend(cfg, device)
     resumed = read_checkpoint(args, rank)
     if args.check:
@@ -6449,8 +6472,19 @@ def run(args: argparse.Namespace) -> None:
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, segment_sum_rows=backend.segment_sum_rows)
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
+    task = task_of(args, cfg, data, world_size)
+    require_same_task(args, task, exchange, resumed)
     track = track_of_run(args, cfg, world_size)
-    log, path, task = open_log(args, cfg, track, data, exchange, resumed)
+    # This is collective, so no log is begun before all ranks have passed the checks above.
+    path, log_path = name_run(args, track, exchange, resumed)
+    if rank == 0 and (args.checkpoint_every or resumed):
+        lock_checkpoints(path.with_suffix(".checkpoint"))
+    log = RunLog(log_path if rank == 0 else None)
+    begin_log(log, args, replace(cfg, track=track), data, exchange)
+    if resumed:
+        log.print0(f"resumed: {path.name} after step {resumed['step']}")
+    log.print0("=" * 100, console=False)
+    log.print0(f"log: {log.path}", file=False)
     model, optimizer = build(cfg, backend, exchange, args.seed)
     training = Training(data, model, optimizer, ValLoader(cfg, data.val), ids_exchange)
     start = prepare(training, resumed, log)
@@ -6483,7 +6517,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            record(run)(args)  # torchrun then ends with the error of the rank that failed first
+            elastic_record(run)(args)  # torchrun then ends with the error of the rank that failed first
         else:
             run(args)
         return 0
