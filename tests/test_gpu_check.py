@@ -85,12 +85,9 @@ def lose_context(setup):
 @pytest.mark.slow
 def test_a_failure_costs_only_its_own_rows():
     """A new process follows each check that breaks one, and only then."""
-    checks = []
-    for function in raise_error, kill_process, lose_context, hang, pass_check:
-        check_it = Check("run", function.__name__, function)
-        if function is hang:
-            check_it.limit = 1  # a new process takes longer to start, which does not count
-        checks.append(check_it)
+    functions = raise_error, kill_process, lose_context, hang, pass_check
+    checks = [Check("run", function.__name__, function) for function in functions]
+    checks[3].limit = 1  # a new process takes longer to start, which does not count
     rows = list(runner.run_checks(checks, WAIT, Nothing))
     assert [(row.what, row.seen) for row in rows if not row.ok] == [
         ("raise_error", "ValueError: a bad number"),
@@ -127,6 +124,16 @@ def test_a_row_is_on_disk_when_it_is_printed(tmp_path):
     assert row["numbers"] == {"table": ["in y"]}
     assert (tmp_path / "errors.txt").read_text().endswith("x\n")
     report.close([])
+    runner.Report(tmp_path).close([])  # a second call adds its rows
+
+
+def test_a_folder_of_other_files_is_left_as_it_is(tmp_path):
+    """Also if one of them has the name of ours."""
+    for name in "summary.txt", "rows.jsonl":
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(tg.UserError, match="has other files"):
+            runner.Report(tmp_path)
+        assert (tmp_path / name).read_text() == "{}"
 
 
 @pytest.mark.parametrize("option, value", [("--only", "host,graphs"), ("--minutes", "nan")])

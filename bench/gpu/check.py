@@ -22,7 +22,8 @@ The last four each take at most four minutes of one GPU.
 
 Prints each row as soon as it is known. OUT gets the rows (rows.jsonl), tracebacks (errors.txt), the machine's
 description (environment.txt), the runs' logs, traces for ui.perfetto.dev, and all rows with the settings for
-this card (summary.txt). Needs no internet. Exit status: 1 if a check failed.
+this card (summary.txt). It is a new folder, or one of an earlier call. Needs no internet. Exit status: 1 if a
+check failed.
 
 A check that raises, hangs or kills its process costs its own rows only (runner.py). When --minutes are over,
 the running check is stopped; what was left out is listed. Without a GPU everything runs on the cpu preset at
@@ -523,7 +524,7 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
         else:
             print("There is no GPU: this tries only the program's own plumbing, at tiny sizes.")
         print(f"This takes {minutes}; each row is printed when it is known.")
-        report = Report(args.out.resolve())
+        report = Report(args.out.absolute())
     except tg.UserError as e:
         sys.exit(f"check.py: error: {e}")
     if sys.platform == "linux":  # a container's name may lead nowhere

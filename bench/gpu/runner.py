@@ -186,7 +186,13 @@ class Report:
         self.began = time.monotonic()
         with tg.user_error_on(f"--out {out} cannot be written to", "name another folder", OSError):
             out.mkdir(parents=True, exist_ok=True)
-            self.file = open(out / "rows.jsonl", "a", buffering=1)
+            rows = out / "rows.jsonl"
+            is_ours = rows.exists() and rows.read_bytes().startswith(b'{"call": ')
+            tg.require(
+                is_ours or not os.listdir(out),
+                f"--out {out} has other files; name a new folder, or one of this script",
+            )
+            self.file = open(rows, "a", buffering=1)
         self.write({"call": sys.argv[1:], "began": time.strftime("%F %T")})
         print(HEAD, flush=True)
 
