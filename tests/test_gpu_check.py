@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 import check
 import kernels
@@ -266,9 +267,8 @@ def test_compare_accepts_plain_torch_and_notices_mutants(setup):
     for case in kernels.kernel_cases(cfg, [0], setup.paths, setup.device):
         error, bound = kernels.compare(case, tg.TORCH_BACKEND)
         assert error <= bound, case[:2]
-        mutant = mutants.get(case.operation)
-        if mutant is None:
-            mutant = with_larger_result(getattr(tg.TORCH_BACKEND, case.operation))
+        larger = with_larger_result(getattr(tg.TORCH_BACKEND, case.operation))
+        mutant = mutants.get(case.operation, larger)
         error, bound = kernels.compare(case, backend_with(case.operation, mutant))
         assert not error <= bound, case[:2]
         compared.add(case.operation)
@@ -278,7 +278,7 @@ def test_compare_accepts_plain_torch_and_notices_mutants(setup):
 
 def test_gradients_notice_a_wrong_form(setup, monkeypatch):
     (plain,) = check.gradients(setup, check.PLAIN)
-    assert plain.ok
+    assert plain.ok, plain.seen
     backward = tg.MLP.backward
 
     def wrong_backward(ctx, dy):
@@ -286,4 +286,11 @@ def test_gradients_notice_a_wrong_form(setup, monkeypatch):
 
     monkeypatch.setattr(tg.MLP, "backward", staticmethod(wrong_backward))
     (wrong,) = check.gradients(setup, "compile=false")
-    assert wrong.ok is False and wrong.numbers["errors"]["mlp_bank"] > 0.2
+    assert wrong.ok is False and wrong.numbers["errors"]["mlp_bank"] > 0.2, wrong.seen
+
+
+def test_gradients_of_zero_are_equal():
+    """As those of a factor of rows that begin as zeros. A number against nothing is an error, as nan is."""
+    zero = torch.zeros(1)
+    found = [kernels.rel_err(zero + x, zero) for x in (0, 1, math.nan)]
+    assert str(found) == "[0.0, inf, nan]"
