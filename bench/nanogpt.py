@@ -15,9 +15,9 @@ each, ours as many as its windows allow.
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +25,7 @@ from statistics import mean
 
 from ablations import compare
 from scripts import UserError, make_parser, new_figure, png, run_script, save_figure, tied
+from shakespeare import place_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "shakespeare"
@@ -40,17 +41,21 @@ Curve = list[tuple[float, float]]  # seconds of training, loss
 
 
 def output_of(command: list[str], folder: Path) -> str:
-    """Runs a command; returns what it printed. Its errors go to the screen."""
+    """Runs a command; returns what it printed. Its errors go to the screen. Raises UserError if it fails."""
     print(f"+ {' '.join(command)}", flush=True)
     environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(
-        tied(command), cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True
-    ).stdout
+    done = subprocess.run(
+        tied(command), cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8"
+    )
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} failed with status {done.returncode}; its errors are above")
+    return done.stdout
 
 
 def nanogpt(folder: Path, seed: int) -> Curve:
-    """Trains nanoGPT's recipe. Its seed is always 1337."""
-    printed = output_of([sys.executable] + RECIPE, folder)
+    """Trains nanoGPT's recipe, which saves a model. Its seed is always 1337."""
+    with tempfile.TemporaryDirectory() as out:
+        printed = output_of([sys.executable, *RECIPE, f"--out_dir={out}"], folder)
     losses = {}
     for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)$", printed, re.M):
         losses[int(step)] = float(loss)
@@ -105,7 +110,9 @@ def run(args: argparse.Namespace) -> None:
     if not (args.nanogpt / "train.py").exists() or not (DATA / "input.txt").exists():
         raise UserError("clone nanoGPT, and run data/shakespeare.py first")
     folder = args.nanogpt.resolve()
-    shutil.copy(DATA / "input.txt", folder / "data" / "shakespeare_char")  # or prepare.py would download it
+    text = (DATA / "input.txt").read_bytes()
+    copy = folder / "data" / "shakespeare_char" / "input.txt"
+    place_of(text, copy).write_bytes(text)  # or prepare.py would download it
     output_of([sys.executable, "data/shakespeare_char/prepare.py"], folder)
     sides = {"nanoGPT's recipe": (nanogpt, folder), "the cpu preset": (ours, REPOSITORY)}
     curves: dict[str, list[Curve]] = defaultdict(list)

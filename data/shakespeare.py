@@ -58,6 +58,14 @@ def download() -> bytes:
     return text
 
 
+def place_of(text: bytes, path: Path) -> Path:
+    """Returns target() of a file that is to hold the text. Raises UserError if it holds another."""
+    path = target(path, b"")
+    if path.exists() and path.read_bytes() not in (b"", text):
+        raise UserError(f"{path}: another text is there; remove it, or choose another folder")
+    return path
+
+
 def run(args: argparse.Namespace) -> None:
     text = read(args.file) if args.file else download()
     encoding = get_encoding("bytes")
@@ -66,9 +74,7 @@ def run(args: argparse.Namespace) -> None:
     random.Random(0).shuffle(train_passages)
     splits = {"train": train_passages, "val": [text[val_begin:]]}
     with new_shards(args.out, "shakespeare") as folder:
-        earlier = target(args.out / "input.txt", b"")
-        if earlier.exists() and earlier.read_bytes() not in (b"", text):
-            raise UserError(f"{earlier}: another text is there; choose another --out")
+        place_of(text, args.out / "input.txt")
         (folder / "input.txt").write_bytes(text)  # for bench/nanogpt.py, which gives it to nanoGPT
         for split, passages in splits.items():
             writer = SplitWriter(folder, "shakespeare", split, encoding, SHARD_TOKENS)

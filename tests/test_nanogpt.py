@@ -1,5 +1,7 @@
 """Tests bench/nanogpt.py on programs that print what nanoGPT and run.sh print."""
 
+import shutil
+
 import pytest
 
 import nanogpt
@@ -12,6 +14,7 @@ print("iter 1: loss 4.0, time 40.00ms, mfu 1.00%")
 print("step 2: train loss 2.0, val loss 1.9000")
 print("iter 2: loss 1.9, time 700.00ms, mfu 1.00%")
 print("iter 3: loss 1.8, time 60.00ms, mfu 1.00%")
+import os, sys; open("done"); assert os.path.isdir(sys.argv[-1].removeprefix("--out_dir="))
 """
 OURS = """\
 print("step:0/4 val_loss:5.5 train_time:0ms step_avg:nanms")
@@ -45,9 +48,20 @@ def test_both_in_turns(clone, capsys):
     assert [line for line in printed.splitlines() if line in pair] == pair + pair
     assert "| nanoGPT's recipe | 1.9000 | 0.1 | 1.9000 1.9000 | 0.1 0.1 |" in printed
     assert "is at nanoGPT's mean loss, 1.9000, after (s): [0.05, 0.05]" in printed
-    assert (clone / "done").exists() and (clone.parent / "curves.png").stat().st_size
+    assert (clone.parent / "curves.png").stat().st_size
 
 
-def test_what_is_missing(clone):
+def test_what_stops_it(clone):
+    """No clone, a command that fails, another text in the clone, and no folder for it."""
     with pytest.raises(SystemExit, match="clone nanoGPT"):
         nanogpt.main(["elsewhere"])
+    (clone / "train.py").write_text("exit(3)")
+    text = clone / "data/shakespeare_char/input.txt"
+    for change, problem in (
+        (lambda: None, "failed with status 3"),
+        (lambda: text.write_text("mine"), "another text"),
+        (lambda: shutil.rmtree(clone / "data"), "no folder for it"),
+    ):
+        change()
+        with pytest.raises(SystemExit, match=f"^nanogpt.py: .*{problem}"):
+            nanogpt.main(["nanoGPT"])
