@@ -108,12 +108,12 @@ def target(path: str | Path, kind: bytes) -> Path:
     kind: a regular expression for how such outputs begin. Raises UserError if anything else is there, or no
     folder for it.
     """
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))  # resolve() raises an error if links are a circle
     if path.is_file():
         with open(path, "rb") as file:
             is_free = bool(re.match(kind + rb"|\Z", file.read(4096), re.DOTALL))
-    else:  # a folder or a device may be there
-        is_free = path.parent.is_dir() and not path.exists()
+    else:  # a folder, a device or a circle of links may be there
+        is_free = path.parent.is_dir() and not os.path.lexists(path)
     if not is_free:
         raise UserError(f"{path}: another kind of file is there, or no folder for it; choose another place")
     if not os.access(path.parent, os.W_OK):

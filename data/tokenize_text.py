@@ -591,7 +591,7 @@ def run(args: argparse.Namespace) -> None:
         passage_bytes = PASSAGE_BYTES[args.encoding]
     if 0 < passage_bytes < 4:
         raise UserError("--passage-bytes must be 0 or at least 4, which a character may take")
-    name = Path(args.name or args.out.resolve()).name.lstrip(".") or "text"
+    name = Path(args.name or os.path.realpath(args.out)).name.lstrip(".") or "text"
     if name in OTHER_MAKERS:
         raise UserError(f"--name {name}: another script replaces shards of this name; give another --name")
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="tokenizing") as bar:

@@ -378,10 +378,12 @@ def test_an_output_replaces_files_of_its_kind(tmp_path, content):
 
 
 def test_an_output_replaces_nothing_else(tmp_path):
-    """Neither another file nor a folder."""
+    """Neither another file, a folder nor a link to itself."""
     file = tmp_path / "a.png"
     file.write_bytes(b"\x89PNG a photo")
-    for path in (file, tmp_path):
+    link = tmp_path / "b.png"
+    link.symlink_to(link)
+    for path in (file, tmp_path, link):
         with pytest.raises(tt.UserError, match="another kind"), scripts.replacing(path, scripts.PNG):
             pytest.fail("the work began")
     assert file.read_bytes() == b"\x89PNG a photo"
