@@ -66,6 +66,8 @@ def run_script(
         sys.exit(1)  # as Python itself does: what comes after `&&` needs the whole output
     except ModuleNotFoundError as error:
         sys.exit(f"{parser.prog}: {missing_package(error)}")
+    except FileNotFoundError as error:
+        sys.exit(f"{parser.prog}: there is no {error.filename}")
     except expected as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:

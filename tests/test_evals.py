@@ -309,7 +309,7 @@ def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, cap
 BAD = """
 generate no.pt -> cannot read no.pt
 generate screen.txt -> cannot read screen.txt
-generate m.pt --prompt-file no.txt -> No such file
+generate m.pt --prompt-file no.txt -> there is no no.txt
 generate m.pt x --prompt-file m.pt -> not allowed
 generate m.pt --prompt-file m.pt -> not UTF-8
 generate m.pt \udcff -> not UTF-8
@@ -326,7 +326,7 @@ loss huge.pt long.txt -> a loss is not finite
 loss m.pt corpus/tiny_val_000000.bin --slices 3:6 -> has 5 slices
 loss m.pt even.bin --slices 0:2 -> has 1 slices
 loss m.pt even.bin --slices 3:3 -> FIRST:END
-loss m.pt no.txt -> No such file
+loss m.pt no.txt -> there is no no.txt
 loss m.pt empty.txt -> has no text
 loss m.pt bos.bin --slices 0:1 -> has no text
 loss m.pt latin.txt -> latin.txt:1: not UTF-8

@@ -175,7 +175,7 @@ def test_a_run(capsys):
 
 @pytest.mark.parametrize(
     "name, message",
-    [("none.jsonl", "No such file"), ("a.txt", "a.txt has no rows"), ("a.jsonl", "rows lack copies")],
+    [("none.jsonl", "there is no /"), ("a.txt", "a.txt has no rows"), ("a.jsonl", "rows lack copies")],
 )
 def test_what_holds_no_rows_is_refused_at_once(name, message, tmp_path):
     (tmp_path / "a.txt").write_text("ok  softcap_loss")
