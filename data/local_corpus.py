@@ -24,7 +24,7 @@ import sysconfig
 from pathlib import Path
 
 from scripts import UserError, make_parser, replacing, run_script, target
-from tokenize_text import SHARDS, VOCABULARY, Document, cut, write_shards
+from tokenize_text import VOCABULARY, Document, cut, find_earlier, write_shards
 
 SOURCE_BEGINS = rb'\{\n "(python|torch)": '  # how source.json begins
 VAL_ONE_IN = 20
@@ -117,21 +117,23 @@ def describe_source(documents: list[Document], name: str, version: str, encoding
     }
 
 
-def hash_files(out: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each shard and of the vocabulary in `out`, by name."""
+def hash_files(out: Path, name: str) -> dict[str, str]:
+    """Returns the SHA-256 of each shard of this name and of the vocabulary in `out`, by the files' names.
+
+    Raises UserError if there are other shards.
+    """
     hashes = {}
-    for path in [*sorted(out.glob(SHARDS)), out / VOCABULARY]:
+    for path in [*find_earlier(out, name), *out.glob(VOCABULARY)]:
         hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return hashes
 
 
-def is_complete(out: Path, source: dict) -> bool:
-    """Tells whether `out` has this source's shards and vocabulary, to the byte as they were written."""
+def read_source(out: Path) -> object:
+    """Returns what source.json says of the shards in `out`; None: nothing."""
     try:
-        saved = json.loads((out / "source.json").read_text())
-        return saved == source | {"files": hash_files(out)}
+        return json.loads((out / "source.json").read_text())
     except (FileNotFoundError, ValueError):
-        return False
+        return None
 
 
 def run(args: argparse.Namespace) -> None:
@@ -148,13 +150,19 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or Path(__file__).resolve().parent / usual_folder
     documents = corpus(texts, LONGEST_PASSAGE[args.encoding])
     source = describe_source(documents, origin, version, args.encoding)
-    if is_complete(out, source):
+    saved = read_source(out)
+    found = hash_files(out, origin)
+    if saved == source | {"files": found}:
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
     out.mkdir(parents=True, exist_ok=True)
     target(out / "source.json", SOURCE_BEGINS)
     written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN, replaced=origin)
-    complete = source | {"files": hash_files(out)}
+    files = hash_files(out, origin)
+    complete = source | {"files": files}
+    if saved == complete:
+        damaged = sorted({name for name, _ in found.items() ^ files.items()})
+        print(f"{out.name}: {', '.join(damaged)} was damaged, missing or new; built again")
     with replacing(out / "source.json", SOURCE_BEGINS) as path:
         path.write_text(json.dumps(complete, indent=1) + "\n")
     print(

@@ -66,7 +66,8 @@ SHARD_TOKENS = 100_000_000
 # About what the presets use of a document: `cpu` 512 tokens, of a byte; `record` 2048, of about 4 bytes.
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 VOCABULARY = "vocabulary.txt"
-SHARDS = "[!.]*_[0-9]*.bin"  # the names of shards: training reads NAME_train_000001.bin, not other files
+# The names of shards, which training reads. Other files, such as copies of shards, are the user's.
+SHARD = re.compile(r"(?!\._).+_(train|val)_\d+\.bin")
 # How the files here begin; no other file of these names is replaced.
 SHARD_BEGINS = re.escape(struct.pack("<2i", MAGIC, VERSION))
 VOCABULARY_BEGINS = rb"(00|21)\n[0-9a-f\n]*\Z"  # the first token is a zero byte, or GPT-2's "!"
@@ -457,8 +458,11 @@ class LeftOut:
 
 
 def find_earlier(out: Path, name: str) -> list[Path]:
-    """Returns the shards NAME_{train,val}_<number>.bin in `out`. Raises UserError if others are there."""
-    earlier = list(out.glob(SHARDS))
+    """Returns the shards NAME_{train,val}_<number>.bin in `out`, sorted.
+
+    Raises UserError if others are there.
+    """
+    earlier = sorted(path for path in out.glob("*.bin") if SHARD.fullmatch(path.name))
     for path in earlier:
         if path.name.rpartition("_")[0] not in (f"{name}_train", f"{name}_val"):
             raise UserError(

@@ -489,13 +489,16 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
         return "there already" not in capsys.readouterr().out
 
     assert builds()
-    for name in ("._python_train_000001.bin", "notes.bin"):  # training does not read them
+    others = ["._python_train_000001.bin", "python_train_000001 (copy).bin", "python_train_1old.bin"]
+    for name in others:  # training does not read them
         (out / name).touch()
     assert not builds()
     train = out / "python_train_000001.bin"
     complete = train.read_bytes()
     train.write_bytes(complete[:-2] + b"a\0")  # as long as before
-    assert builds() and train.read_bytes() == complete
+    local_corpus.main(["--out", str(out)])
+    assert "out: python_train_000001.bin was damaged" in capsys.readouterr().out
+    assert train.read_bytes() == complete and contents(out).keys() > set(others)
     vocabulary = (out / "vocabulary.txt").read_text()
     (out / "vocabulary.txt").write_text(vocabulary.replace("61", "62"))
     assert builds() and (out / "vocabulary.txt").read_text() == vocabulary
