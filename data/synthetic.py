@@ -33,8 +33,6 @@ from tokenize_text import (
     write_token_bytes,
 )
 
-HERE = Path(__file__).resolve().parent
-PRESET_FOLDERS = ("fineweb10B", "local", "words")  # in data/
 # The record preset's schedule uses up 481M tokens, since it cuts long documents; its validation 10,485,761.
 TRAIN_TOKENS = 600_000_000
 VAL_TOKENS = 10_500_000
@@ -108,8 +106,6 @@ def write_shards(
         raise UserError("--train-tokens and --val-tokens must be at least 1: training needs both splits")
     if not 2 <= vocab_size <= 1 << 16:
         raise UserError(f"--vocab-size {vocab_size}: must be 2 to 65536, since a shard's tokens are uint16")
-    if out.resolve() in [HERE / folder for folder in PRESET_FOLDERS]:
-        raise UserError(f"{out} is for a preset's own data; choose another folder, such as data/synthetic")
     headers = plan_shards(train_tokens, val_tokens, vocab_size)
     progress = tqdm(
         total=train_tokens + val_tokens, unit=" tokens", unit_scale=True, disable=None, desc="writing"

@@ -68,6 +68,9 @@ PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 VOCABULARY = "vocabulary.txt"
 # The names of shards, which training reads. Other files, such as copies of shards, are the user's.
 SHARD = re.compile(r"(?!\._).+_(train|val)_\d+\.bin")
+# Folders of presets' data, and whose shards each may have.
+PRESET_FOLDERS = {"fineweb10B": "fineweb", "local": "python", "words": "python"}
+HERE = Path(__file__).resolve().parent
 # How the files here begin; no other file of these names is replaced.
 SHARD_BEGINS = re.escape(struct.pack("<2i", MAGIC, VERSION))
 VOCABULARY_BEGINS = rb"(00|21)\n[0-9a-f\n]*\Z"  # the first token is a zero byte, or GPT-2's "!"
@@ -477,9 +480,13 @@ def new_shards(out: Path, replaced: str = "") -> Iterator[Path]:
     """Yields a folder for shards and their vocabulary, which appear in `out` when the block ends.
 
     Of earlier shards in `out`, those named REPLACED_{train,val}_<number>.bin are replaced, or removed if
-    there are fewer new ones. Others raise UserError before the block, and so does a vocabulary of another
-    kind. Of processes that fill one folder, each waits until the one before has ended.
+    there are fewer new ones. Others raise UserError before the block, and so do a vocabulary of another kind,
+    and a folder of a preset's data. Of processes that fill one folder, each waits until the one before has
+    ended.
     """
+    for name, maker in PRESET_FOLDERS.items():  # runs on what is there count for the preset's track
+        if replaced != maker and os.path.realpath(out) == os.path.realpath(HERE / name):
+            raise UserError(f"{out} is for a preset's own data; choose another folder, such as data/mine")
     out.mkdir(parents=True, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:

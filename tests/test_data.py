@@ -25,6 +25,7 @@ import scripts
 import shakespeare
 import synthetic
 import tokenize_text as tt
+import train_gpt as tg
 from golden_inputs import write_shard
 
 BYTES = tt.get_encoding("bytes")
@@ -324,6 +325,17 @@ def test_one_folder_has_the_shards_of_one_script(tmp_path, small_library, first,
         with pytest.raises(SystemExit, match="shard"):
             make_shards(second, tmp_path, out)
     assert contents(out) == before
+
+
+def test_presets_data_are_of_their_own_scripts(tmp_path, monkeypatch):
+    """Runs on other text would count for their tracks."""
+    assert {Path(preset.data).name for preset in tg.PRESETS.values()} == set(tt.PRESET_FOLDERS)
+    monkeypatch.setattr(tt, "HERE", tmp_path)
+    for name, maker in tt.PRESET_FOLDERS.items():
+        with pytest.raises(SystemExit, match="preset's own data"):
+            make_shards("tokenizer", tmp_path, tmp_path / name)
+        with tt.new_shards(tmp_path / name, maker):
+            pass
 
 
 def test_scripts_that_fill_one_folder_wait_for_each_other(tmp_path, monkeypatch):

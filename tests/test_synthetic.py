@@ -3,7 +3,6 @@
 import contextlib
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -102,12 +101,6 @@ def test_bad_input_is_one_line(tmp_path, options):
     with pytest.raises(SystemExit, match=f"^synthetic.py: .*{options[:8] or 'another kind'}.*$"):
         synthetic.main(small.split())
     assert [path.name for path in tmp_path.iterdir()] == [TRAIN[1]]
-
-
-def test_data_of_presets_is_protected():
-    assert {Path(preset.data).name for preset in tg.PRESETS.values()} == set(synthetic.PRESET_FOLDERS)
-    with pytest.raises(synthetic.UserError, match="preset's own data"):
-        synthetic.write_shards(synthetic.HERE / "words", 10, 10)
 
 
 # ---- Training on it ----------------------------------------------------------------------------------------
