@@ -218,7 +218,7 @@ def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocu
     """Yields the documents of `paths` in order, without byte order marks.
 
     One BadDocument replaces a file that is no UTF-8 text, one JSON value or a table, or what a broken .gz
-    file lacks.
+    file lacks: all of it, if the beginning is broken.
     """
     for path in paths:
         name = path.name.lower().removesuffix(".gz")
@@ -227,12 +227,16 @@ def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocu
         with open_text(path) as file:
             content: BinaryIO | gzip.GzipFile = file
             try:
-                begin = file.peek(8192).removeprefix(codecs.BOM_UTF8)
+                if not path.is_file():  # a pipe cannot be read again
+                    content = io.BytesIO(file.read())
+                # peek() may give fewer, of a .gz file with short members.
+                begin = content.read(8192).removeprefix(codecs.BOM_UTF8)
+                content.seek(0)
                 first = begin.lstrip()[:1]
                 whole = b""  # a file that may be one JSON value
                 if first == b"[" or (first == b"{" and not is_lines):
-                    whole = file.read()
-                    content = io.BytesIO(whole)  # a pipe cannot be read again
+                    whole = content.read()
+                    content = io.BytesIO(whole)
                 if b"\0" in begin:
                     yield BadDocument(f"{path}:1: UTF-16, or no text: it has NUL bytes; convert it to UTF-8")
                 elif is_json(whole):

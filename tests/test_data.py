@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 
@@ -242,16 +241,18 @@ def test_names_are_those_of_the_folder(tmp_path, monkeypatch):
 
 
 def test_lines_of_json_are_documents_under_any_name(tmp_path, capsys):
-    """Also in a pipe. Those that are no JSON are named, as in a .jsonl file."""
+    """Also in a pipe or a .gz file that gives few bytes first. Those that are no JSON are named."""
+    text = f'\ufeff{{"text":"{TRAIN}"}}\n{{"text":"{VAL}"}}\n{{broken'
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    content = f'\ufeff{{"text":"{TRAIN}"}}\n{{"text":"{VAL}"}}\n{{broken'.encode()
-    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
-    writer.start()
-    tokenize(tmp_path / "out", [pipe])
-    writer.join()
-    assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
-    assert "pipe:3: not JSON" in capsys.readouterr().err
+    os.system(f"(printf %s '{text[:2]}'; sleep 0.3; printf %s '{text[2:]}') > {pipe} &")
+    parts = tmp_path / "parts.gz"
+    parts.write_bytes(gzip.compress(text[:2].encode()) + gzip.compress(text[2:].encode()))
+    for file in pipe, parts:
+        out = tmp_path / f"out_{file.stem}"
+        tokenize(out, [file])
+        assert read_splits(out) == ([TRAIN.encode()], [VAL.encode()])
+        assert f"{file.name}:3: not JSON" in capsys.readouterr().err
 
 
 # ---- what an output replaces -------------------------------------------------------------------------------
