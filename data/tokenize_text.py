@@ -583,7 +583,7 @@ def write_shards(
 
 def check_splits(train: SplitWriter, val: SplitWriter, left_out: LeftOut) -> None:
     """Raises UserError if a split has no documents."""
-    fix = "give more text, or another --val-one-in"
+    fix = "so small a text is too little: give more, or another --val-one-in (see docs/own-text.md)"
     if left_out.last:
         fix = f"the last bad one is {left_out.last}"
     count = train.documents + val.documents
