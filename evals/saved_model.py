@@ -1,6 +1,7 @@
 """Loads a model that `./run.sh --save MODEL` has written: for the scripts here, and for `import`."""
 
 import json
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -195,9 +196,12 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         tg.require(values.isfinite().all(), f"{path}: {name} is not finite: its training diverged")
     if cfg.ngrams.orders:
         row_bytes = cfg.ngrams.width * dtype.itemsize
+        saved_path = str(path)
+        if not os.path.exists(f"{path}.ngrams0"):  # a link to a model has its rows beside the model
+            saved_path = os.path.realpath(path)
         blocks = []
         for rank in ranks:
-            blocks.append(map_rows(f"{path}.ngrams{rank}", saved["id"], rank, count, row_bytes))
+            blocks.append(map_rows(f"{saved_path}.ngrams{rank}", saved["id"], rank, count, row_bytes))
         model.ngrams = NgramFiles(blocks, dtype, device)
     model.use_rotary(tg.plan_step(cfg, cfg.steps - 1).stage)
     return model

@@ -194,6 +194,17 @@ def test_a_table_that_is_not_the_models_is_one_line(copied):
         load_model(copied)
 
 
+def test_a_link_to_a_model(copied, tmp_path):
+    """Its rows are beside the model; or, if the model was saved through the link, beside the link."""
+    link = tmp_path / "link.pt"
+    link.symlink_to(copied)
+    load_model(link)
+    for rank in 0, 1:
+        shutil.copy(f"{copied}.ngrams{rank}", f"{link}.ngrams{rank}")
+        Path(f"{copied}.ngrams{rank}").write_bytes(b"another model's")
+    load_model(link)
+
+
 def make_small(saved):
     """Shows one number as each of the tensors, all of the right shapes."""
     weights = {name: torch.zeros(1).expand(t.shape) for name, t in saved["weights"].items()}
