@@ -109,13 +109,15 @@ def single_setting(name: str, value, field: tg.Field):
 def config_from_dict(values: dict, table=tg.Config, path: str = "") -> tg.Config:
     """Builds a Config from a dict of its fields, as JSON gives it, and of ADDED. `path` is its name in there.
 
-    Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
+    Raises KeyError if a field is unknown, UserError if one is missing or cannot have such a value.
     """
     fields = {}
     for name in tg.hints_of(table) | values:
         hint = tg.hints_of(table)[name]
-        if name not in values and path + name not in ADDED:
-            raise KeyError(f"no {path}{name}; if it is new, ADDED in evals/saved_model.py needs a row")
+        tg.require(
+            name in values or path + name in ADDED,
+            f"no setting {path}{name}; if it is new, give it a row of ADDED in evals/saved_model.py",
+        )
         value = values.get(name, ADDED.get(path + name))
         row = tg.row_type(hint)
         if row is None:
@@ -178,14 +180,20 @@ def token_losses(model: tg.GPT, batch: tg.MicroBatch) -> np.ndarray:
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
     fix = (
-        "give a file that --save of this script wrote; models of scripts before commit 1b4b4c9 (2026-11-26) "
-        "load with the evals/ of their own commit, which their run's log names"
+        "only what --save of this script wrote can be loaded; models of scripts before commit 1b4b4c9 "
+        "(2026-11-26) load with the evals/ of their own commit, which their run's log names"
     )
     saved = tg.read_saved(path, fix)
     # Which exception it is depends on the script that wrote it.
     with tg.user_error_on(f"cannot load {path}", fix, Exception):
-        cfg = read_config(saved["config"])
-        check_sizes(saved["weights"], cfg, Path(path).stat().st_size)
+        config = saved["config"]
+        with tg.user_error_on(
+            "it has a setting or parameter that train_gpt.py lacks",
+            "a changed copy of the script trained it: put that copy in the place of train_gpt.py",
+            KeyError,
+        ):
+            cfg = read_config(config)
+            check_sizes(saved["weights"], cfg, Path(path).stat().st_size)
         model = tg.GPT(cfg, device=device)
         model.load_state_dict(saved["weights"])
         ranks = range(saved["ranks"])
