@@ -126,7 +126,11 @@ def run(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - began
     print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
     if ended:
-        print(f"the model ended {ended} of {args.samples} texts early, by its own choice", file=sys.stderr)
+        advice = "" if count else "; give a prompt, or another --seed"
+        print(
+            f"the model ended {ended} of {args.samples} texts early, by its own choice{advice}",
+            file=sys.stderr,
+        )
 
 
 def main(argv: list[str] | None = None) -> None:

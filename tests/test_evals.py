@@ -299,6 +299,9 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
     assert generated("--prompt-file prompt.txt") == text
     monkeypatch.setattr("sys.stdin", open("prompt.txt"))
     assert generated("-") == text != generated("abc --seed 1")
+    monkeypatch.setattr(generate, "generate", lambda *args, **options: [])
+    generate.main(["m.pt"])
+    assert capsys.readouterr().err.endswith("by its own choice; give a prompt, or another --seed\n")
 
 
 def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, capsys):
