@@ -178,9 +178,9 @@ def last_value(name: str, settings: list[str], default: str) -> str:
 
 
 def data_of(preset: str, settings: list[str]) -> str:
-    """Returns a hash of the shards that a run reads."""
+    """Returns a hash of the shards that a run reads, and of their vocabulary, which a loss may need."""
     folder = Path(last_value("data", settings, tg.PRESETS[preset].data))
-    return tg.dataset_hash(sorted(folder.glob("*.bin")))
+    return tg.dataset_hash([*sorted(folder.glob("*.bin")), *folder.glob("vocabulary.txt")])
 
 
 def read_results(path: Path) -> dict[tuple, float]:

@@ -85,7 +85,7 @@ def test_a_variant_that_changes_nothing_is_refused(trained):
 
 
 def test_runs_on_other_data_are_made_again(trained):
-    """The folder's name is the same. Whatever a variant's own data are, they count."""
+    """Or another vocabulary. The folder's name is the same. Whatever a variant's own data are, they count."""
     for folder in "ab":
         Path(folder).mkdir()
         Path(folder, "mine_train_000001.bin").write_text(folder)
@@ -93,7 +93,9 @@ def test_runs_on_other_data_are_made_again(trained):
     ablate(command)
     Path("b/mine_train_000001.bin").write_text("other data")
     ablate(command)
-    assert [run[2] for run in trained] == ["data=a", "data=a x=1", "data=a data=b", "data=a data=b"]
+    Path("b/vocabulary.txt").touch()
+    ablate(command)
+    assert [run[2] for run in trained] == ["data=a", "data=a x=1", *3 * ["data=a data=b"]]
 
 
 @pytest.mark.parametrize("line", ('{"run": ["0123", "cpu", "", 0], "lo', "", '{"run": 5, "loss": 2}'))
