@@ -34,8 +34,8 @@ Then come the times, unless --losses-only is given:
                its steps. If that costs k nats, a lower loss by d is worth as many steps as the baseline needs
                for it, if its loss falls evenly over the logarithm of the steps: 0.8^(d / k) of them. Times
                the ratio above, this is the time. The 95 % interval is that of Student's t, from the errors of
-               d / k, over seeds, and of the ratio. It does not count that the loss falls otherwise. Beyond k
-               it is marked as extrapolated
+               d / k, over seeds, and of the ratio. It does not count that the loss falls otherwise. If it
+               goes from less to more, it decides nothing. Beyond k it is marked as extrapolated
 
 So the slope k comes from whole runs of two lengths, and not from one run's curve, which falls faster at its
 end because the learning rate does. Such an estimate chooses what to try with fewer steps. It proves nothing:
@@ -272,6 +272,7 @@ def run(args: argparse.Namespace) -> None:
             print(f"These runs have {share} of the steps. Much of what helps them is gone in whole runs.")
         if not timed:
             return
+        print("timing the steps, which takes minutes", flush=True)
         for label, settings, _ in args.variants:
             base = Side(scripts[BASELINE], args.common)
             ratios = time_ratios(args.preset, base, Side(scripts[label], args.common + settings))

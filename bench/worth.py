@@ -126,12 +126,13 @@ def in_time(
     # Degrees of freedom of such a sum (Welch 1947).
     parts = of_loss**4 / (len(base) - 1) + of_time**4 / (len(ratios) - 1)
     margin = t.ppf(0.975, error**4 / parts) * error if parts else 0.0
-    least = less_or_more(math.exp(log_time - margin))
-    most = less_or_more(math.exp(log_time + margin))
+    guess = less_or_more(math.exp(log_time))
+    interval = f"{less_or_more(math.exp(log_time - margin))} to {less_or_more(math.exp(log_time + margin))}"
     if abs(log_time) < margin:
-        text += "no difference in time shown: "
-    text += f"about {less_or_more(math.exp(log_time))} time to the baseline's loss, in "
-    text += f"{100 * SHORTER**-share:.0f} % of the steps (95 %: {least} to {most})"
+        text += f"time to the baseline's loss: {interval} (95 %), best guess {guess}: undecided"
+    else:
+        text += f"about {guess} time to the baseline's loss, in {100 * SHORTER**-share:.0f} % of the steps "
+        text += f"(95 %: {interval})"
     if abs(share) > 1:
         text += ", extrapolated"
     return text
