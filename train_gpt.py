@@ -5578,17 +5578,6 @@ def override(cfg: Config, setting: str) -> Config:
     return rescale(new, new.length / cfg.length)
 
 
-def with_settings(cfg: Config, settings: Sequence[str]) -> Config:
-    """Returns `cfg` with all settings applied, in order. Of several lengths only the last counts: so numbers
-    of steps are rounded once.
-    """
-    lengths = [i for i, setting in enumerate(settings) if setting.startswith("length=")]
-    for i, setting in enumerate(settings):
-        if i not in lengths[:-1]:
-            cfg = override(cfg, setting)
-    return cfg
-
-
 def rescale(cfg: Config, factor: float) -> Config:
     """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
 
@@ -5806,7 +5795,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def read_settings(args: argparse.Namespace) -> Config:
     """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
-    cfg = with_settings(PRESETS[args.preset], args.set)
+    cfg = PRESETS[args.preset]
+    for setting in args.set:
+        cfg = override(cfg, setting)
     require("" not in (args.data, cfg.data), "--data: give a folder")
     require(".." not in args.name, f"--name {args.name}: give a name without ..")
     every = args.checkpoint_every

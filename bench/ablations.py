@@ -177,6 +177,10 @@ def last_value(name: str, settings: list[str], default: str) -> str:
     return default
 
 
+def without_length(settings: list[str]) -> list[str]:
+    return [setting for setting in settings if not setting.startswith("length=")]
+
+
 def data_of(preset: str, settings: list[str]) -> str:
     """Returns a hash of the shards that a run reads, and of their vocabulary, which a loss may need."""
     folder = Path(last_value("data", settings, tg.PRESETS[preset].data))
@@ -257,7 +261,8 @@ def run(args: argparse.Namespace) -> None:
         for i, variant in enumerate(variants):
             scripts[variant.label] = script_of(variant.files, args.script, Path(folder, str(i)))
         if args.tiny:
-            args.common = TINY + args.common
+            args.common = TINY + without_length(args.common)
+            variants = [each._replace(settings=without_length(each.settings)) for each in variants]
             args.seeds = 1
             args.out = Path(folder, "tiny.jsonl")
         losses = train_all(args, variants, scripts)

@@ -213,8 +213,8 @@ def test_the_baseline_also_runs_with_fewer_steps(trained, monkeypatch, capsys):
 
 
 def test_tiny_keeps_no_losses(trained, capsys):
-    """Its settings stand before the user's, which therefore count."""
-    ablate("x=2 --tiny --set val_slices=2")
+    """Its settings stand before the user's, which therefore count. But the length stays."""
+    ablate("x=2 --tiny --set val_slices=2 length=0.9")
     tiny = "length=0.05 warmup=false val_slices=4 samples=0 val_slices=2"
     assert [run[2] for run in trained] == [tiny, f"{tiny} x=2"]
     assert "1.75" not in str(capsys.readouterr())

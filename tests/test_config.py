@@ -228,11 +228,6 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
     assert config_from_dict(json.loads(tg.config_json(half))) == tg.override(half, "length=0.5") == half
 
 
-def test_of_several_lengths_the_last_counts():
-    settings = "length=0.05 late_updates_from=100 length=0.9".split()
-    assert tg.with_settings(tg.CPU, settings) == tg.with_settings(tg.CPU, settings[1:])
-
-
 def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
     """To the script's tables, whatever length the preset has now; --set length is then relative to it."""
     edited, count = re.subn(r'(preset="cpu".*?\blength=)[\d.]+', r"\g<1>0.9", SOURCE, count=1, flags=re.S)
