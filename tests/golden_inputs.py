@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -243,6 +244,12 @@ def fp8_buffers(bank):
     return [torch.empty(shape, dtype=torch.float8_e4m3fn, device=bank.device) for shape in shapes]
 
 
+def head_model(w, chunk, backend=tg.TORCH_BACKEND):
+    """Returns what head_loss_and_grad needs of a model whose head is w (d, V)."""
+    cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=w.size(1))
+    return SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
+
+
 def head_of(w):
     """Returns the LMHead of a matrix w (d, V), with zeros as its gradient so far."""
     return tg.LMHead(spec_of("lm_head"), w, BASE, tg.Exchange(0, 1))
@@ -339,7 +346,8 @@ def flatten(nest):
 def bits_of(value):
     """Returns a tensor's shape and bytes, any other value as it is."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.detach().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
+        value = value.detach().cpu().contiguous()
+        return value.shape, value.unsqueeze(-1).view(torch.uint8).numpy().tobytes()
     return value
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import fp8_buffers, generator
+from golden_inputs import fp8_buffers, generator, same_bits
 from test_compiled import compile  # noqa: F401 (a fixture)
 from test_kernels import (
-    bits,
     fp8_steps_apart,
     nan_filled,
     nan_padded,
@@ -133,12 +132,12 @@ def test_update_rows(device, dtype, beta2):
             bound += torch.finfo(dtype).eps / 2 * weights.abs() + 1e-7
         torch.testing.assert_close(moments[rows].double(), total, rtol=2.0**-21, atol=0)
         assert ((table[rows].double() - weights).abs() <= bound).all()
-        assert torch.equal(bits(table[rows[0]]), bits(old[0]))
+        assert same_bits(table[rows[0]], old[0])
         assert (last[rows] == TIME).all() and torch.equal(after[4], case[4])
         others = torch.ones(N, dtype=torch.bool)
         others[rows.long()] = False
         for ours, before in zip(after[:3], case):
-            assert torch.equal(bits(ours[others]), bits(before[others]))
+            assert same_bits(ours[others], before[others])
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -149,7 +148,7 @@ def test_transpose_copy(device, dtype):
         (x,) = on(device, numbers.view(dtype))
         out = nan_filled(m, n, dtype=dtype).to(device)
         tg.transpose_copy(out, x)
-        assert torch.equal(bits(out), bits(x.T))
+        assert same_bits(out, x.T)
 
 
 @FLOATS
@@ -163,7 +162,7 @@ def test_add_columns(device, dtype):
         out, there, x_there = on(device, before, columns, x)
         tg.add_columns(out, there, x_there.T)
         before[:, columns] += x.T
-        assert torch.equal(bits(out.cpu()), bits(before))
+        assert same_bits(out, before)
 
 
 @FLOATS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN, WORLD, fill, tiny_config
+from golden_inputs import GOLDEN, WORLD, fill, same_bits, tiny_config
 
 pytestmark = [pytest.mark.numeric, pytest.mark.pinned("XSA or FP8 of record 89 or 92")]
 
@@ -35,10 +35,6 @@ def test_xsa():
 # -------------------------------------------------------------------------------------- j: MLPs in FP8
 
 FP8 = GOLDEN["j_fp8"]
-
-
-def codes(t):
-    return t.contiguous().view(torch.uint8).flatten().tolist()
 
 
 def fp8_model(world_size=WORLD):
@@ -83,4 +79,4 @@ def test_fp8_scales_of_steps():
         for i, count in enumerate(golden["entries_beyond_448"][:3]):
             units = model.mlp_bank[2 * i + 1].float() / layers[i].scales[1, 1]
             assert (units.abs() > 448).sum() == count, (step, i)
-            assert codes(layers[i].weights[1]) == codes(units.clamp(-448, 448).to(torch.float8_e4m3fn))
+            assert same_bits(layers[i].weights[1], units.clamp(-448, 448).to(torch.float8_e4m3fn))

@@ -1,6 +1,5 @@
 """Compares MLPs and logits in FP8 with golden numbers: tests/golden/README.md says how they were made."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN_FP8, distance, fill, fp8_buffers, head_of
+from golden_inputs import GOLDEN_FP8, distance, fill, fp8_buffers, head_model, head_of
 from test_kernels import fp8_steps_apart
 
 pytestmark = [pytest.mark.numeric, pytest.mark.pinned("FP8 of record 92")]
@@ -134,7 +133,7 @@ def test_head():
         return losses, *grads
 
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
-    model = SimpleNamespace(lm_head=w, cfg=replace(tg.RECORD, head_chunk=n), backend=backend)
+    model = head_model(w, n, backend)
     head = head_of(w)
     loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0)
     ((apart, losses, dlogits8),) = seen

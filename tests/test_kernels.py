@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
-from golden_inputs import fp8_buffers, generator
+from golden_inputs import fp8_buffers, generator, same_bits
 from launch import SOURCE
 
 pytestmark = [pytest.mark.numeric, pytest.mark.forms("a Triton kernel and its plain form")]
@@ -27,12 +27,6 @@ def rel_err(actual, ref):
     """Returns ||actual - ref|| / ||ref||. A NaN in either gives NaN, which no bound accepts."""
     actual, ref = actual.double(), ref.double()
     return ((actual - ref).norm() / ref.norm()).item()
-
-
-def bits(t):
-    """Views t as integers: torch.equal then tells -0 from 0, and a NaN equals itself."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
-    return t.contiguous().view(integer)
 
 
 def nan_filled(*shape, dtype=torch.float32):
@@ -101,7 +95,7 @@ def patch_interpreter(interpreter):
             return convert(x, from_dtype, to_dtype, rounding)
         dtype = dtypes[to_dtype.name]
         rounded = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
-        return bits(rounded).numpy().view(interpreter._get_np_dtype(to_dtype))
+        return rounded.view(torch.uint8).numpy().view(interpreter._get_np_dtype(to_dtype))
 
     interpreter._convert_float = convert_float
 
@@ -198,7 +192,7 @@ def test_relu_square_fp8(interpreted, guarded, T, d, width, backward):
     want_amax = mlp.amax.clone()
     mlp.amax.fill_(1e-9)
     found, turned = interpreted.triton_relu_square_fp8(a8, mlp, square8)
-    assert found.dtype == a8.dtype and torch.equal(bits(found.T), bits(turned))
+    assert found.dtype == a8.dtype and same_bits(found.T, turned)
     apart = fp8_steps_apart(found, want)
     assert apart.max() <= 1 and apart.float().mean() < 0.001
     torch.testing.assert_close(mlp.amax, want_amax, rtol=2**-7, atol=0)
@@ -219,7 +213,7 @@ def test_both_layouts(interpreted, guarded, T, d, dtype):
     want, want_turned = tg.cast_and_transpose(x, unit, dtype)
     found, turned = interpreted.triton_cast_and_transpose(x, unit, dtype)
     assert (want.float().abs() == torch.finfo(dtype).max).any() and found.dtype == turned.dtype == dtype
-    assert torch.equal(bits(found), bits(want)) and torch.equal(bits(turned), bits(want_turned))
+    assert same_bits([found, turned], [want, want_turned])
 
 
 def test_nan_stays(interpreted):
@@ -299,7 +293,7 @@ def test_softcap_loss_in_fp8(interpreted, guarded, unit, dtype):
         pointed = interpreted.triton_softcap_loss(logits, targets, weights, unit, copies)
         for _, grad, transposed in (found, pointed):
             assert grad.dtype == torch.float8_e5m2 and transposed.is_contiguous()
-            assert torch.equal(bits(transposed), bits(grad.T))
+            assert same_bits(transposed, grad.T)
 
 
 def pointer_case(T, D, cuts, window, seed):
@@ -408,7 +402,7 @@ def test_segment_sum_rows(interpreted, shape, dtype, signed):
         expected = buffer.clone()
         tg.segment_sum_rows(expected[2:-2], grad, index, signs)
         interpreted.triton_segment_sum_rows(buffer[2:-2], grad, index, signs)
-        assert torch.equal(bits(buffer), bits(expected)) and not buffer[touched].isnan().any()
+        assert same_bits(buffer, expected) and not buffer[touched].isnan().any()
 
 
 def test_no_kernel_adds_atomically():
@@ -428,11 +422,9 @@ def test_flash_attention(monkeypatch, widths):
     from torch.nn.attention import varlen
 
     def one_width(q, k, v, ends, key_ends, longest, longest_key, scale, window_size):
-        assert q.shape == k.shape == v.shape and scale == 1
+        assert q.shape == k.shape == v.shape and (scale, window_size) == (1, (3, 0))
         assert ends is key_ends and longest == longest_key
-        window, after = window_size
-        assert after == 0
-        return tg.dense_attention(q, k, v, ends, longest, window)
+        return tg.dense_attention(q, k, v, ends, longest, 3)
 
     monkeypatch.setattr(varlen, "varlen_attn", one_width)
     q, k, v = (torch.randn(9, 2, widths[i]) for i in (0, 0, 1))

@@ -1,13 +1,10 @@
 """Checks the copy pointer against golden numbers, computed independently, and what a mixture must satisfy."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import head_of, read_golden
+from golden_inputs import head_model, head_of, read_golden
 from test_kernels import interpreted  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.numeric
@@ -125,8 +122,7 @@ def test_golden_head(name, dtype, chunk):
         torch.tensor(HEAD[key], dtype=dtype, requires_grad=True) for key in ("x", "bank", "gain", "sink")
     )
     w = torch.tensor(HEAD["lm_head"], dtype=dtype)
-    cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=HEAD["V"])
-    model = SimpleNamespace(cfg=cfg, lm_head=w, backend=tg.TORCH_BACKEND)
+    model = head_model(w, chunk)
     model.pointer_bank, model.pointer_gain, model.pointer_sink = bank, gain, sink
     tokens = HEAD["tokens"]
     batch = text(tokens[:-1], tokens[1:], case["cu_seqlens"])

@@ -1,14 +1,12 @@
 """Checks attention, losses, the head, prefixes and mantissas against naive float64 programs in this file."""
 
 import math
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import generator, head_of
+from golden_inputs import generator, head_model, head_of
 
 pytestmark = pytest.mark.numeric
 
@@ -28,12 +26,10 @@ def integers(low, high, g, n=1):
 
 def dense_attention(q, k, v, ends, window, scale):
     """Attends with a full mask: i sees j if both lie in one document and 0 <= i - j <= window."""
-    T = q.size(0)
-    doc = [sum(t >= end for end in ends) for t in range(T)]
-    mask = torch.zeros(T, T, dtype=torch.bool)
-    for i in range(T):
-        for j in range(max(0, i - window), i + 1):
-            mask[i, j] = doc[i] == doc[j]
+    position = torch.arange(len(q))
+    document = (position >= torch.tensor(ends)[:, None]).sum(0)
+    distance = position[:, None] - position
+    mask = (document[:, None] == document) & (0 <= distance) & (distance <= window)
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
     probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return torch.einsum("hij,jhd->ihd", probs, v)
@@ -171,11 +167,9 @@ def test_fp8_head(candidates):
     x = tg.norm(randn(64, 96, g=g, dtype=torch.float32))
     w = 0.4 * randn(96, 512, g=g, dtype=torch.float32)
     targets = torch.tensor(integers(-1, 511, g, n=128)).view(64, 2)
-    cfg = replace(tg.RECORD, head_chunk=16, padded_vocab=512)
     results = []
     for fp8, count in ((False, 8), (True, 8), (True, 1)):
-        backend = tg.TORCH_BACKEND._replace(fp8=fp8)
-        model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
+        model = head_model(w, 16, tg.TORCH_BACKEND._replace(fp8=fp8))
         head = head_of(w)
         weights = torch.tensor([1.0, 0.5]) / count
         loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1 / count, candidates)

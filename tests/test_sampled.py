@@ -9,7 +9,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import torch
 
 import train_gpt as tg
 from configs import BASE
-from golden_inputs import GOLDEN92, batch_plan, distance, fill, golden_prefixes, head_of
+from golden_inputs import GOLDEN92, batch_plan, distance, fill, golden_prefixes, head_model, head_of
 from test_distributed import assert_close, everything, merge, one_rank, train  # noqa: F401
 from test_main_grad import TensorRecorder
 from test_resume import assert_same_end, corpus, launch, log_of, stopped, uninterrupted  # noqa: F401
@@ -75,8 +74,7 @@ def run_head(x, w, targets, weights, sets):
 
     Returns the last loss and gradient of x, and lm_head's gradient, the sum of all.
     """
-    cfg = replace(tg.RECORD, head_chunk=2, padded_vocab=w.size(1))
-    model = SimpleNamespace(cfg=cfg, lm_head=w, backend=tg.TORCH_BACKEND)
+    model = head_model(w, 2)
     head = head_of(w)
     head.main_grad.fill_(math.nan)  # to be overwritten
     for candidates in sets:
@@ -138,8 +136,7 @@ def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     targets = torch.arange(32)[:, None]
     candidates = torch.arange(0, 4096, 64, dtype=torch.int32)
     head = head_of(w)
-    cfg = replace(tg.RECORD, head_chunk=1, padded_vocab=4096)
-    model = SimpleNamespace(cfg=cfg, lm_head=w, backend=tg.TORCH_BACKEND._replace(fp8=fp8))
+    model = head_model(w, 1, tg.TORCH_BACKEND._replace(fp8=fp8))
     inputs = model, x, targets, torch.ones(1), head, 1.0, candidates
     tg.GPT.head_loss_and_grad(*inputs)
     with TensorRecorder() as recorder:
