@@ -4,7 +4,6 @@ An idea may change any preset, and these tests must then still hold. So this one
 of the time when they were written, by name; LAYERS and PARAMS are the script's.
 """
 
-import functools
 from dataclasses import replace
 
 import train_gpt as tg
@@ -30,4 +29,4 @@ STAGES = (
 )
 AVERAGED = "qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"
 AVERAGES = (tg.WeightAverage(AVERAGED, 75, 2 / 38, 0.5),)
-BASE = functools.reduce(tg.override, SETTINGS, replace(tg.CPU, stages=STAGES, averages=AVERAGES))
+BASE = tg.with_settings(replace(tg.CPU, stages=STAGES, averages=AVERAGES), SETTINGS)

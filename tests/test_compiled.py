@@ -83,7 +83,6 @@ def compile(monkeypatch):
 def train(cfg, backend):
     """Trains a run, with a validation after every step; returns losses and the model's tensors."""
     exchange, model, optimizer = build(0, 1, cfg, backend=backend)
-    model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     val = val_loader(cfg)
     losses = []
     for batch, loss in run_steps(model, optimizer):

@@ -1,7 +1,6 @@
 """Tests the config: overrides, presets, shapes, schedule, JSON; and that an import has no side effects."""
 
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import json
@@ -52,7 +51,7 @@ def test_presets_are_valid_and_survive_json(preset):
     for world_size in (1, 2, 4, 8):
         tg.check_config(cfg, world_size)
     settings = "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
-    other = functools.reduce(tg.override, settings.split(), cfg)
+    other = tg.with_settings(cfg, settings.split())
     for written in (cfg, other):
         assert config_from_dict(json.loads(tg.config_json(written))) == written
 

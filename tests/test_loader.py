@@ -229,12 +229,11 @@ def test_what_the_validation_shards_hold(tmp_path):
             cfg = config(tmp_path, val_slices=9, val_slice_tokens=slice_tokens)
             data = tg.open_dataset(cfg)
             assert (data.bytes_per_token, data.val_slices) == (want, slices)
-    (stage,) = (replace(stage, prefix=(0.1,)) for stage in cfg.stages[:1])
     found = set()
     for line in "61\n", "62\n":
         (tmp_path / "vocabulary.txt").write_text(line * VOCAB)
-        for stages in cfg.stages, (stage,):
-            found.add(tg.open_dataset(replace(cfg, stages=stages)).fingerprint)
+        for each in cfg, tg.override(cfg, "stages.0.prefix=0.1"):
+            found.add(tg.open_dataset(each).fingerprint)
     assert len(found) == 3  # the vocabulary counts if prefixes are predicted
 
 

@@ -1,7 +1,6 @@
 """Tests select_backend: the config's implementations on each machine, or an error that names a setting."""
 
 import ast
-import functools
 import types
 from dataclasses import replace
 
@@ -95,7 +94,7 @@ def test_unsupported_settings(set_machine, case):
     machine = ast.literal_eval(machine)
     set_machine(**machine)
     device = CUDA if machine["capability"] else HOST
-    cfg = functools.reduce(tg.override, settings.split(), tg.RECORD)
+    cfg = tg.with_settings(tg.RECORD, settings.split())
     with pytest.raises(tg.UserError, match=f"{reason}.*--set {fix}$"):
         tg.select_backend(cfg, device)
     try:

@@ -1,7 +1,6 @@
 """Tests bench/step_time.py: what it counts and prints. Asserts no times."""
 
 from dataclasses import replace
-from functools import reduce
 
 import numpy as np
 import pytest
@@ -64,7 +63,7 @@ def test_output(run_step_time):
     ceiling = float(out.split("matmul ceiling: ")[1].split()[0]) * 1e12
     lines = [line.split() for line in out.splitlines() if line.startswith(("base ", "A "))]
     assert [(line[0], len(line)) for line in lines] == [("base", 12), ("A", 14)] * 4
-    stages = reduce(tg.override, SETTINGS, tg.CPU).stages
+    stages = tg.with_settings(tg.CPU, SETTINGS).stages
     whole = [stages[0].batch_tokens, stages[2].batch_tokens]
     assert [int(line[1]) for line in lines[::4]] == whole
     assert [8 * int(line[1]) for line in lines[3::4]] == whole

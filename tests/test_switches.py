@@ -61,7 +61,6 @@ def train(cfg, backend):
     """
     exchange, model, optimizer = build(0, 1, cfg, backend=backend)
     exchange.segment_sum_rows = backend.segment_sum_rows
-    model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = [loss.item() for _, loss in run_steps(model, optimizer)]
     optimizer.wait()
@@ -102,9 +101,8 @@ def test_a_switch_changes_nothing_but_rounding(cfg, interpreted, monkeypatch, na
     switched = cfg
     kernels = set()
     for name in names:
-        for setting in SWITCHES[name].split():
-            switched = tg.override(switched, setting)
-            kernels |= set(switched.kernels)
+        switched = tg.with_settings(switched, SWITCHES[name].split())
+        kernels |= set(switched.kernels)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     backend = interpreted.select_backend(replace(switched, kernels=tuple(kernels)), torch.device("cpu"))
     if switched.compile:  # traces only; test_compiled.py tests the generated code
