@@ -158,7 +158,6 @@ def test_flops_of_a_step_are_those_of_the_config():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_run(capsys):
     """Checks that the estimates of published times, to which the model is fitted, are near."""
     projection.main([])

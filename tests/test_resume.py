@@ -44,7 +44,7 @@ def corpus(tmp_path_factory):
 
 
 def make_config(corpus, *change):
-    return functools.reduce(tg.override, [f"data={corpus}", *TINY, *SMALL, *change], tg.CPU)
+    return tg.with_settings(tg.CPU, [f"data={corpus}", *TINY, *SMALL, *change])
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,6 @@ def test_other_files_beside_checkpoints_end_no_run(launch, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_path, monkeypatch):
     """One of two ranks dies before each change that saving makes. An earlier kill has left files behind."""
     change = ("stages.3.steps=12",)
