@@ -58,7 +58,7 @@ def make_tiny(*settings):
 
 def judge(script, corpus, folder, log=None, only=referee.RULES):
     runs = folder / "runs"
-    runs.mkdir()
+    runs.mkdir(exist_ok=True)
     return rules.judge(rules.Case(script, "cpu", runs, corpus, log), only)
 
 
@@ -327,23 +327,19 @@ def commit(folder):
 RULE = "the log's script"
 
 
-def test_log_of_another_script_is_caught(corpus, tmp_path):
-    log = write_log(tmp_path, edited(tmp_path, ["    target=1.07,", "    target=1.08,"]))
-    found = judge(edited(tmp_path), corpus, tmp_path, log, [RULE])
-    assert found[RULE] == "broken: the log has another script"
-
-
-def test_script_that_no_commit_has_is_not_shown(corpus, tmp_path):
-    script = edited(tmp_path)
-    found = judge(script, corpus, tmp_path, write_log(tmp_path, script), [RULE])
-    assert found[RULE].startswith("not shown: there is no commit unknown:./train_gpt.py")
-
-
-def test_script_of_the_logs_commit_is_ok(corpus, tmp_path):
+def test_log_has_the_script_of_its_commit(corpus, tmp_path):
     script = edited(tmp_path)
     log = write_log(tmp_path, script)
-    log.write_text(log.read_text().replace("commit: unknown", f"commit: {commit(tmp_path)} (clean)"))
-    assert judge(script, corpus, tmp_path, log, [RULE]) == {RULE: "ok"}
+    text = log.read_text()
+    committed = text.replace("commit: unknown", f"commit: {commit(tmp_path)} (clean)")
+    answers = {
+        committed: "ok",
+        text: "not shown: there is no commit unknown:./train_gpt.py",
+        text.replace("target=1.07", "target=1.08"): "broken: the log has another script",
+    }
+    for content, answer in answers.items():
+        log.write_text(content)
+        assert judge(script, corpus, tmp_path, log, [RULE])[RULE].startswith(answer)
 
 
 def test_log_with_other_constants_is_caught(corpus, tmp_path):
@@ -374,15 +370,21 @@ def root(corpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_table_is_written_beside_the_log(root, monkeypatch, capsys):
-    monkeypatch.setattr(rules, "CHECKS", {rule: lambda case: "ok" for rule in referee.RULES})
+@pytest.mark.parametrize("result, place", [("ok", "."), ("broken: a", "records/cpu/attempts")])
+def test_table_is_written_beside_the_log(root, monkeypatch, capsys, result, place):
+    """Without a log it is among the attempts. A broken rule is the exit status."""
+    monkeypatch.setattr(rules, "CHECKS", {rule: lambda case: result for rule in referee.RULES})
     script = edited(root)
+    arguments = [str(script)]
+    if place == ".":
+        arguments += ["--log", str(write_log(root, script))]
     with pytest.raises(SystemExit) as stop:
-        referee.main([str(script), "--log", str(write_log(root, script))])
-    assert stop.value.code == 0
-    verdict = referee.read_verdict(root / referee.FILE_NAME)
+        referee.main(arguments)
+    path = root / place / referee.FILE_NAME
+    verdict = referee.read_verdict(path)
+    assert stop.value.code == (not verdict.passed) == (result != "ok")
     assert verdict.script_hash == hashlib.sha256(script.read_bytes()).hexdigest()
-    written = (root / referee.FILE_NAME).read_text().splitlines()
+    written = path.read_text().splitlines()
     assert set(written[-len(referee.RULES) :]) < set(capsys.readouterr().out.splitlines())
 
 
@@ -392,15 +394,6 @@ def test_another_file_of_that_name_stays(root):
     with pytest.raises(SystemExit, match="another kind of file is there"):
         referee.main([str(SCRIPT), "--log", str(root / "log.txt")])
     assert (root / referee.FILE_NAME).read_text() == "notes"
-
-
-@pytest.mark.slow
-def test_broken_rule_is_the_exit_status(root, monkeypatch):
-    monkeypatch.setattr(rules, "CHECKS", {rule: lambda case: "broken: a" for rule in referee.RULES})
-    with pytest.raises(SystemExit) as stop:
-        referee.main([str(edited(root))])
-    assert stop.value.code == 1
-    assert not referee.read_verdict(root / "records/cpu/attempts" / referee.FILE_NAME).passed
 
 
 @pytest.mark.parametrize(
