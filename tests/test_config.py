@@ -120,8 +120,8 @@ def test_param_shapes(world_size):
 @pytest.mark.pinned("a parameter's initial value")
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""
-    cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
-    cfg = replace(cfg, pointer_dim=1024)
+    sizes = "heads=4 padded_vocab=512 ngrams.orders= ngrams.contexts= bigram_vocab_size=2560 pointer_dim=1024"
+    cfg = tg.with_settings(tg.CPU, sizes.split())
     one = tg.GPT(cfg, 1, seed=5)
     eight = tg.GPT(cfg, 8, seed=5)
     other = tg.GPT(cfg, 1, seed=6)
@@ -143,9 +143,15 @@ def test_initial_values():
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
     assert one.pointer_sink.std().item() == pytest.approx(1024**-0.5, rel=0.1)
-    zeros = one.bigram_embed, one.ve_gate_bank, one.smear_gate, one.mudd_w2, one.mudd_gate_w2
-    for p in zeros + (one.mlp_bank[1::2],):
-        assert not p.any()
+    zeros = (
+        one.bigram_embed,
+        one.ve_gate_bank,
+        one.smear_gate,
+        one.mudd_w2,
+        one.mudd_gate_w2,
+        one.mlp_bank[1::2],
+    )
+    assert not any(p.any() for p in zeros)
     root = math.sqrt(1.1)
     for p, values in (
         (one.mudd_b2[0] * 0.1, [0] * 6 + [2, 2, root, 1, 0, 0.05, root, 1]),

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -72,18 +73,21 @@ def cfg(tmp_path_factory):
 @pytest.fixture(scope="module")
 def few_layers(tmp_path_factory):
     """Returns the same with a layer of each kind, prefixes, candidates, and two micro-batches."""
-    first, second, *others = STAGES
-    first = replace(first, prefix=(0.25,), sampled_columns=(96, 80))
-    second = replace(second, prefix=(0.25,), sampled_columns=(64,))
+    changes = """
+    microbatches=2 padded_vocab=128 stages.0.prefix=0.25 stages.1.prefix=0.25
+    stages.0.sampled_columns=96,80 stages.1.sampled_columns=64
+    """
     cfg = with_few_layers(make_config(tmp_path_factory.mktemp("shards")))
-    return replace(cfg, microbatches=2, padded_vocab=128, stages=(first, second, *others))
+    return tg.with_settings(cfg, changes.split())
 
 
 def ngram_config(folder):
     """Returns the same with n-grams. What has the cadence 2, 4 is updated after steps 1, 3 and 7."""
-    table = tg.Ngrams((3, 2, 5, 4), rows_per_order=301, width=12, dtype="float64", update_every=(2, 4))
-    cfg = with_few_layers(make_config(folder))
-    return replace(cfg, ngrams=table, late_updates_from=2, pointer_dim=0)
+    changes = """
+    ngrams.orders=3,2,5,4 ngrams.rows_per_order=301 ngrams.width=12 ngrams.dtype=float64
+    ngrams.update_every=2,4 late_updates_from=2 pointer_dim=0
+    """
+    return tg.with_settings(with_few_layers(make_config(folder)), changes.split())
 
 
 # Of runs of eight steps. embed is untied after step 5.
@@ -102,8 +106,7 @@ def everything(tmp_path_factory):
 
 
 def with_dtype(cfg, dtype):
-    cfg = replace(cfg, dtype=dtype, bank_dtype=dtype)
-    return tg.override(cfg, f"ngrams.dtype={dtype}")
+    return tg.with_settings(cfg, f"dtype={dtype} bank_dtype={dtype} ngrams.dtype={dtype}".split())
 
 
 def dense(cfg):
@@ -528,21 +531,14 @@ def test_the_loss_of_a_step_is_a_mean(cfg):
     _, model, optimizer = build(0, 1, cfg)
     with torch.no_grad():
         model.lm_head.zero_()
-    head_loss_and_grad = model.head_loss_and_grad
-    shares = []
-
-    def record(*args, loss_share, **options):
-        shares.append(loss_share)
-        return head_loss_and_grad(*args, loss_share, **options)
-
-    model.head_loss_and_grad = record
+    model.head_loss_and_grad = watched = mock.Mock(wraps=model.head_loss_and_grad)
     batch = first_batch(cfg)
     loss = tg.train_step(model, optimizer, batch)
     T = len(batch.micro_batches[0].inputs)
     a, b, c = batch.plan.mtp
     predicted = (a * T + b * (T - 1) + c * (T - 2)) / (T * (a + b + c))
     assert loss.item() == pytest.approx(predicted * math.log(cfg.padded_vocab), rel=1e-12)
-    assert shares == [1 / 8] * 8
+    assert [call.kwargs["loss_share"] for call in watched.call_args_list] == [1 / 8] * 8
 
 
 def test_validation_losses_are_averaged_in_fp32(cfg):

@@ -87,15 +87,12 @@ def stand_ins(monkeypatch):
 @pytest.fixture(scope="module")
 def cfg(few_layers):  # noqa: F811
     """Returns a config with four or more steps of each number of sampled columns and of losses."""
-    first, second, third, last = few_layers.stages
-    stages = (
-        replace(first, steps=8, prefix=(0.25, 0.0)),
-        replace(second, steps=4, prefix=(0.25,)),
-        replace(third, steps=4),
-        replace(last, steps=6),
-    )
-    cfg = replace(few_layers, stages=stages, head_chunk=16, late_updates_from=10)
-    return replace(cfg, dtype="float32", bank_dtype="float32")
+    changes = """
+    stages.0.steps=8 stages.1.steps=4 stages.2.steps=4 stages.3.steps=6
+    stages.0.prefix=0.25,0 stages.1.prefix=0.25
+    head_chunk=16 late_updates_from=10 dtype=float32 bank_dtype=float32
+    """
+    return tg.with_settings(few_layers, changes.split())
 
 
 def train(cfg, saved=None):

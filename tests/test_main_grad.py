@@ -275,9 +275,9 @@ def test_nothing_as_large_as_a_bank_or_table_is_allocated_or_cleared(workers, cf
 
     Of a table they do not even need a shard, but in Adam's arithmetic, on vectors. Autograd allocates banks.
     """
-    stages = tuple(replace(stage, batch_tokens=2 * 37) for stage in cfg.stages)  # 37 is no weight's size
-    sizes = dict(padded_vocab=280, bigram_vocab_size=1400, mudd_dim=20)
-    cfg = replace(with_dtype(cfg, "bfloat16"), microbatches=2, stages=stages, **sizes)
+    # A micro-batch has 37 tokens, which is no weight's size.
+    sizes = "microbatches=2 stages.*.batch_tokens=74 padded_vocab=280 bigram_vocab_size=1400 mudd_dim=20"
+    cfg = tg.with_settings(with_dtype(cfg, "bfloat16"), sizes.split())
     shapes = tg.param_shapes(cfg, 2)
     large = set()
     for row in tg.used_params(cfg):

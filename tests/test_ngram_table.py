@@ -18,9 +18,7 @@ from test_distributed import batches_of, build, join, ngram_config, same_on_all_
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
     """Returns a config of six steps. Those every=2,4 update after 1 and 3; the last gradients are lost."""
-    cfg = ngram_config(tmp_path_factory.mktemp("shards"))
-    *stages, last = cfg.stages
-    return replace(cfg, stages=(*stages, replace(last, steps=1)))
+    return tg.override(ngram_config(tmp_path_factory.mktemp("shards")), "stages.3.steps=1")
 
 
 # ------------------------------------------------------------ the reference: all rows and state on every rank
@@ -122,9 +120,8 @@ CASES = [  # ranks, micro-batches, dtypes of model and table, settings
 @pytest.mark.parametrize("world_size, microbatches, dtype, table_dtype, settings", CASES)
 def test_the_table_is_the_reference(workers, cfg, world_size, microbatches, dtype, table_dtype, settings):
     """Compares losses, all parameters after each step, the table and its state bit by bit."""
-    cfg = replace(cfg, dtype=dtype, bank_dtype=dtype, microbatches=microbatches)
-    for setting in (f"ngrams.dtype={table_dtype}", *settings):
-        cfg = tg.override(cfg, setting)
+    dtypes = f"dtype={dtype} bank_dtype={dtype} ngrams.dtype={table_dtype} microbatches={microbatches}"
+    cfg = tg.with_settings(cfg, [*dtypes.split(), *settings])
     ranks = workers(world_size, train, cfg)
     whole = workers(world_size, train_whole, cfg)
     assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in whole]

@@ -8,7 +8,6 @@ tests/golden/README.md defines the inputs of the golden numbers.
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -152,9 +151,11 @@ def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
 @pytest.fixture(scope="module")
 def sampled(everything):
     """Returns a config of eight steps with a copy pointer; the first three stages have candidates."""
-    counts = ((96,), (96, 64), (64,), (0,))
-    stages = tuple(replace(stage, sampled_columns=n) for stage, n in zip(everything.stages, counts))
-    return replace(everything, padded_vocab=480, stages=stages, pointer_dim=8)
+    changes = """
+    padded_vocab=480 pointer_dim=8
+    stages.0.sampled_columns=96 stages.1.sampled_columns=96,64 stages.2.sampled_columns=64
+    """
+    return tg.with_settings(everything, changes.split())
 
 
 def test_ranks_share_the_candidates_of_micro_batches(sampled):

@@ -23,10 +23,11 @@ def cfg(few_layers):  # noqa: F811
 
     Every stage is one step, so that step 3 is the untied one's.
     """
-    sizes = zip(few_layers.stages, (64, 128, 96, 96))
-    stages = tuple(replace(stage, steps=1, batch_tokens=tokens) for stage, tokens in sizes)
-    cfg = replace(dense(with_dtype(few_layers, "float32")), stages=stages)
-    return replace(cfg, head_chunk=16, main_grad=False, pointer_dim=16, bf16_mlp=False)
+    changes = """
+    stages.*.steps=1 stages.*.batch_tokens=96 stages.0.batch_tokens=64 stages.1.batch_tokens=128
+    head_chunk=16 main_grad=false pointer_dim=16 bf16_mlp=false
+    """
+    return tg.with_settings(dense(with_dtype(few_layers, "float32")), changes.split())
 
 
 # Bounds on the relative difference of losses, and of each parameter's change over the run, by its norm.
