@@ -88,15 +88,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train_gpt", "launch", "torch.fx.experimental.symbolic_shapes"])
 
 
+def isolate(environment):
+    """Takes torchrun's variables and all GPUs out of an environment; asks for one thread."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+
+
 def _rank(rank, world_size, port, folder, arguments, output, fault):
     """Runs one rank as `python train_gpt.py ARGUMENTS` does after its imports."""
     os.setsid()
     os.chdir(folder)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    isolate(os.environ)
     if world_size:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -124,10 +129,10 @@ def run_main(arguments):
     exec(compile(LAST_STATEMENT, "train_gpt.py", "exec"), vars(tg) | {"__name__": "__main__"})
 
 
-def wrap(where, around):
-    """Lets around(original, *arguments) run in place of `where`.
+def wrap(where, around, set_attribute=setattr):
+    """Lets around(original, *arguments) run in place of `where`: for good, or with monkeypatch.setattr.
 
-    That is "function", "Class.method" or "module.function".
+    `where` is "function", "Class.method" or "module.function".
     """
     *path, name = where.split(".")
     owner = tg
@@ -139,7 +144,7 @@ def wrap(where, around):
     def wrapped(*args, **kwargs):
         return around(original, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    set_attribute(owner, name, wrapped)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import GOLDEN92, distance, fill, same_bits, stats, training_of
+from launch import wrap
 from test_distributed import (  # noqa: F401 (a fixture)
     AVERAGES,
     build,
@@ -197,18 +198,12 @@ def test_what_is_still_tied_is_shipped_as_a_transpose(everything, name):
 def test_endings_are_on_the_clock_and_before_the_final_validation(everything, monkeypatch):
     calls = []
 
-    def record(owner, name):
-        original = getattr(owner, name)
+    def record(original, *args):
+        calls.append(original.__name__)
+        return original(*args)
 
-        def recorded(*args, **kwargs):
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, recorded)
-
-    record(tg.Optimizer, "apply_averages")
-    record(tg.Clock, "synchronized")
-    record(tg, "validate")
+    for where in "Optimizer.apply_averages", "Clock.synchronized", "validate":
+        wrap(where, record, monkeypatch.setattr)
     exchange, model, optimizer = build(0, 1, everything)
     tg.train(training_of(model, optimizer, exchange), tg.RunLog(), tg.Progress())
     # The clock starts, and stops while the averages are validated.

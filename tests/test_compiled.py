@@ -11,7 +11,6 @@ from functools import cache, partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -20,18 +19,14 @@ from configs import BASE
 from golden_inputs import generator, spec_of, training_of, val_loader
 from gpu_code import SingleRankExchange
 from test_distributed import build, few_layers, run_steps  # noqa: F401 (a fixture)
+from test_reference import dense_attention
 
 pytestmark = pytest.mark.slow
 
 
 def masked_attention(q, k, v, cu_seqlens, max_seqlen, window):
     """Attends as tg.dense_attention; but one graph takes any window, as with FlashAttention."""
-    document = tg.document_numbers(cu_seqlens, len(q))
-    position = torch.arange(len(q))
-    distance = position[:, None] - position
-    mask = (document[:, None] == document) & (0 <= distance) & (distance <= window) & (distance < max_seqlen)
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(0, 1)
+    return dense_attention(q, k, v, cu_seqlens, torch.sym_min(window, max_seqlen - 1))
 
 
 MASKED = tg.TORCH_BACKEND._replace(attention=masked_attention)
@@ -111,8 +106,11 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
     """Trains as rank 0 of 8: warm-up, training, validation. As on a GPU, the backward has a thread."""
     backward = torch.autograd.backward
     layers = few_layers.layers[0], replace(few_layers.layers[3], value=1)
-    cfg = replace(few_layers, layers=layers, skip_from=0, skip_to=1, backout_from=0, compile=True)
-    cfg = replace(cfg, microbatches=8, val_every=3, val_slices=8, val_slice_tokens=48)
+    changes = """
+    skip_from=0 skip_to=1 backout_from=0 compile=true microbatches=8 val_every=3 val_slices=8
+    val_slice_tokens=48
+    """
+    cfg = tg.with_settings(replace(few_layers, layers=layers), changes.split())
     exchange = SingleRankExchange(0, 8)
     graphs = Graphs(monkeypatch, "aot_eager")
     with ThreadPoolExecutor(1) as thread:

@@ -14,6 +14,7 @@ import torch
 
 import gpu_code
 import train_gpt as tg
+from launch import wrap
 from test_distributed import batches_of, few_layers  # noqa: F401 (a fixture)
 
 
@@ -74,14 +75,12 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_a_step_that_waits_fails(few_layers, monkeypatch, mutant):  # noqa: F811
-    head = tg.GPT.head_loss_and_grad
-
-    def waiting(*args, **options):
+    def waiting(head, *args, **options):
         loss, dx = head(*args, **options)
         mutant(loss)
         return loss, dx
 
-    monkeypatch.setattr(tg.GPT, "head_loss_and_grad", waiting)
+    wrap("GPT.head_loss_and_grad", waiting, monkeypatch.setattr)
     with pytest.raises(RuntimeError):
         train_on_meta(few_layers, monkeypatch)
 

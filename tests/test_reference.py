@@ -24,10 +24,10 @@ def integers(low, high, g, n=1):
 # -------------------------------------------------------------------------------------------------- attention
 
 
-def dense_attention(q, k, v, ends, window, scale):
+def dense_attention(q, k, v, ends, window, scale=1.0):
     """Attends with a full mask: i sees j if both lie in one document and 0 <= i - j <= window."""
     position = torch.arange(len(q))
-    document = (position >= torch.tensor(ends)[:, None]).sum(0)
+    document = (position >= ends[:, None]).sum(0)
     distance = position[:, None] - position
     mask = (document[:, None] == document) & (0 <= distance) & (distance <= window)
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
@@ -62,11 +62,12 @@ def test_attention(seed):
         window, ends = LONG[seed - 30]
     v = v[..., :3].contiguous()
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    want = dense_attention(q, k, v, ends[1:], window, 0.3)
+    ends = torch.tensor(ends, dtype=torch.int32)
+    want = dense_attention(q, k, v, ends, window, 0.3)
     dy = torch.randn_like(want)
     want_grads = torch.autograd.grad(want, inputs, dy)
     for bound in (max_doc_len, 10 * max_doc_len):
-        y = tg.dense_attention(0.3 * q, k, v, torch.tensor(ends, dtype=torch.int32), bound, window)
+        y = tg.dense_attention(0.3 * q, k, v, ends, bound, window)
         torch.testing.assert_close(y, want, **FP64)
         torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), want_grads, **FP64)
 
@@ -77,7 +78,7 @@ def test_attention_sees_changed_documents():
     ends = torch.tensor([0, 30, 40], dtype=torch.int32)
     for cut in (30, 10):
         ends[1] = cut
-        want = dense_attention(q, k, v, [cut, 40], 100, 1)
+        want = dense_attention(q, k, v, ends, 100)
         torch.testing.assert_close(tg.dense_attention(q, k, v, ends, 40, 100), want, **FP64)
 
 

@@ -18,21 +18,15 @@ import pytest
 import torch
 
 import train_gpt as tg
-from launch import SOURCE, WAIT, Launch, SetGlobal, ascii_screen, make_corpus, settings
+from launch import SOURCE, WAIT, Launch, SetGlobal, ascii_screen, isolate, make_corpus, settings
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
 
 
 def start(folder, *command):
     """Starts Python in `folder`, without torchrun's variables, for one thread and no GPU."""
-    environment = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["TMPDIR"] = str(folder.parent)  # torchrun leaves a folder there
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    environment = dict(os.environ, TMPDIR=str(folder.parent))  # torchrun leaves a folder there
+    isolate(environment)
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
