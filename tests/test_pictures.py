@@ -40,16 +40,11 @@ after
 
 
 @pytest.mark.slow
-def test_the_table_is_written_and_what_changed_is_drawn(folder):
+def test_the_table_is_written_and_pictures_are_drawn(folder):
+    """(test_compare.py shows that only what changed is drawn.)"""
     pictures.main([])
     assert (folder / "README.md").read_text() == PAGE
-    drawn = [folder / "a.png", folder / "history.png"]
-    for picture in drawn:
-        picture.write_bytes(picture.read_bytes() + b"not drawn again")
-    with open(folder / "history.csv", "a") as history:
-        history.write("4,20,2025-01-01,a,b\n")
-    pictures.main([])
-    assert [picture.read_bytes().endswith(b"not drawn again") for picture in drawn] == [True, False]
+    assert (folder / "a.png").exists() and (folder / "history.png").exists()
 
 
 def test_nothing_is_written_if_a_log_cannot_be_read(folder):

@@ -296,8 +296,5 @@ def test_a_run(tmp_path, capsys):
     timeline.main([first, second, "--picture", str(tmp_path / "a.png")])
     assert "steps 2 to 5, 2 ranks; milliseconds a step\n\nmain  " in capsys.readouterr().out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    timeline.main([first, second, "--operations", "999"])
-    named = {line[26:] for line in capsys.readouterr().out.splitlines()}
-    assert {"aten::mm", "Python in update", "operations of other threads"} <= named
     with pytest.raises(SystemExit, match="of each of the run's 2 ranks"):
         timeline.main([first])
