@@ -303,7 +303,8 @@ class Launch:
 
     def succeed(self):
         """Waits until all ranks have ended well."""
-        assert not any(self.wait()), self.err
+        with self:
+            assert not any(self.wait()), self.err
 
     @property
     def statuses(self):

@@ -99,8 +99,7 @@ CHANGE = "warmup=true", "late_updates_from=2", "ngrams.update_every=2,4", "ngram
 def saved(launch_two, tmp_path_factory):
     """Returns the folder of a run with --save."""
     folder = tmp_path_factory.mktemp("saved")
-    with launch_two(folder, "--save", "model.pt", change=CHANGE) as run:
-        run.succeed()
+    launch_two(folder, "--save", "model.pt", change=CHANGE).succeed()
     return folder
 
 
@@ -115,8 +114,7 @@ def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
     with launch_two(tmp_path, *options, change=CHANGE, faults={0: dies, 1: dies}) as run:
         assert -signal.SIGKILL in run.wait(), run.err
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.txt")
-    with launch_two(tmp_path, *options, "--resume", log, change=CHANGE) as run:
-        run.succeed()
+    launch_two(tmp_path, *options, "--resume", log, change=CHANGE).succeed()
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.from4_*.txt")
     ours = torch.load(tmp_path / "model.pt")
     theirs = torch.load(saved / "model.pt")

@@ -66,11 +66,8 @@ def uninterrupted(launch, tmp_path_factory):
     @functools.cache
     def uninterrupted(world_size, *change):
         folder = tmp_path_factory.mktemp("uninterrupted")
-        run = launch(
-            folder, "--checkpoint-every", 3, "--save", "model.pt", change=change, world_size=world_size
-        )
-        with run:
-            run.succeed()
+        options = "--checkpoint-every", 3, "--save", "model.pt"
+        launch(folder, *options, change=change, world_size=world_size).succeed()
         return folder
 
     return uninterrupted
@@ -188,8 +185,7 @@ def litter():
 @pytest.mark.slow
 def test_other_files_beside_checkpoints_end_no_run(launch, tmp_path):
     faults = {0: FaultAtCall("save_checkpoint", 2, litter)}
-    with launch(tmp_path, "--checkpoint-every", 4, faults=faults) as run:
-        run.succeed()
+    launch(tmp_path, "--checkpoint-every", 4, faults=faults).succeed()
     assert found_in_logs(tmp_path, r"^checkpoint: after step (\d+);") == {"4", "8"}
 
 

@@ -204,8 +204,7 @@ def test_a_sampled_run_resumes(launch, uninterrupted, stopped):
     saved = [tg.read_saved(path, "") for path in folder.glob("records/**/rank?.pt")]
     a, b = (each["position"] for each in saved)
     assert a[:2] == b[:2] and a[2] != b[2]
-    with launch(folder, "--resume", log_of(folder), "--save", "model.pt", change=RUN, world_size=2) as run:
-        run.succeed()
+    launch(folder, "--resume", log_of(folder), "--save", "model.pt", change=RUN, world_size=2).succeed()
     assert_same_end(folder, uninterrupted(2, *RUN))
 
 
