@@ -49,14 +49,6 @@ def test_flops_of_the_pointer():
     assert [op.flops for op in traffic.found] == pytest.approx([product, 2 * product])
 
 
-def test_a_technique_changes_its_own_operations():
-    technique = projection.TECHNIQUES["FP8 of QKV"]
-    of_qkv = Op("", 8, "bf16", 9.0, "QKV")
-    assert technique(of_qkv) == of_qkv._replace(kind="fp8")
-    for other in of_qkv._replace(part="backward"), of_qkv._replace(kind="fp32"):
-        assert technique(other) == other
-
-
 @pytest.mark.pinned("the record preset")
 def test_record_92_is_the_golden_one():
     assert projection.RECORD92 == RECORD92
