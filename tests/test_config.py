@@ -74,7 +74,7 @@ def test_a_config_with_other_fields_is_an_error():
 # ---- shapes ------------------------------------------------------------------------------------------------
 
 
-SHAPES = """
+SHAPES = """\
 qk_bank 12 256 768
 narrow_qk_bank 30 128 768
 vo_bank 14 768 768
@@ -106,7 +106,7 @@ pointer_sink 128
 def test_param_shapes(world_size):
     """The record model with bigrams, its banks padded so that every rank owns equally many matrices."""
     shapes = {}
-    for line in SHAPES.strip().splitlines():
+    for line in SHAPES.splitlines():
         name, *sizes = line.split()
         count, *others = map(int, sizes)
         if name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"):
@@ -314,7 +314,7 @@ def test_import_does_nothing(tmp_path):
 
 # The published values of the public record 92 (PR 360), and of record 89 (PR 342) where 92 changes nothing.
 # "A" is the algorithm that both descend from (record 80).
-FIELDS = """
+FIELDS = """\
 val_slices 40
 val_slice_tokens 262144
 padded_vocab 50304
@@ -351,7 +351,7 @@ fast_weight 0.4385
 """  # of record 92; Adam's (A); but for ANVIL's margin, which README explains
 NGRAMS = tg.Ngrams((2, 3), 42301440, 768, "bfloat16", (2, 4), 0.008 * 70, 0.95, 0.005 * 5)
 # steps, tokens, longest document, windows, rate, weights of next tokens, of prefixes, candidates
-STAGES = """
+STAGES = """\
 (279, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (0.25,), (10240,))
 (314, 262144, 2048, (3, 7), 1.52, (1.0, 0.5), (0.2, 0.15, 0.1, 0.05), (10240,))
 (378, 393216, 3072, (5, 11), 1.73, (1.0,), (), (14336, 14336, 24576))
@@ -359,7 +359,7 @@ STAGES = """
 (20, 131072, 3072, (6, 13), 0.3, (1.0,), (), ())
 """
 # Betas, factors of rate and decay, steps between updates at both cadences (record 89; record 92: 70 and 4)
-ADAM = """
+ADAM = """\
 scalars 0.9 0.99 5 0 2 2
 smear_gate 0.9 0.99 0.01 0 2 2
 ve_gate_bank 0.9 0.99 1 1 2 2
@@ -381,7 +381,7 @@ bigram_embed 0.75 0.95 75 5 2 2
 value_embeds 0.75 0.95 70 5 2 4
 """
 # Record 92's layers: attention, window, value table, MLPs, and what else they have
-LAYERS = """
+LAYERS = """\
 paired short 1: x0 ngram narrow_qk
 plain short 1: x0 ngram narrow_qk narrow_v xsa value
 paired short 1: x0 narrow_qk value
@@ -400,11 +400,11 @@ plain long 1: gate key_shift mudd value
 def test_the_record_has_the_published_constants():
     cfg = tg.RECORD
     flags = "x0 ngram narrow_qk narrow_v xsa gate key_shift mudd value".split()
-    for line in FIELDS.strip().splitlines():
+    for line in FIELDS.splitlines():
         name, value = line.split(" ", 1)
         assert str(getattr(cfg, name)) == value, name
     assert cfg.ngrams == NGRAMS
-    for stage, line in zip(cfg.stages, STAGES.strip().splitlines(), strict=True):
+    for stage, line in zip(cfg.stages, STAGES.splitlines(), strict=True):
         assert str(dataclasses.astuple(stage)) == line
     adam_lines = set()
     banks = set()
@@ -416,9 +416,9 @@ def test_the_record_has_the_published_constants():
             banks.add(row.name)
             assert (row.lr_mul, row.wd_mul, row.update_every) == (1, 1, (1, 1))
             assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
-    assert adam_lines >= set(ADAM.strip().splitlines())
+    assert adam_lines >= set(ADAM.splitlines())
     assert banks >= {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
-    for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
+    for layer, expected in zip(cfg.layers, LAYERS.splitlines(), strict=True):
         words = [layer.attention or "-", layer.window, f"{layer.mlps}:"]
         for flag in flags:
             if getattr(layer, flag):

@@ -71,7 +71,7 @@ def test_a_driver_that_is_too_old_is_the_reason(monkeypatch):
         tg.select_backend(tg.RECORD, HOST)
 
 
-UNSUPPORTED = """
+UNSUPPORTED = """\
 {"capability": (7, 5)} | | the kernels need | kernels=
 {"capability": None} | | the kernels need | kernels=
 {"capability": (9, 0), "triton": None} | | the kernels need | kernels=
@@ -87,7 +87,7 @@ UNSUPPORTED = """
 """  # the machine; settings; the reason; what avoids it
 
 
-@pytest.mark.parametrize("case", UNSUPPORTED.strip().splitlines())
+@pytest.mark.parametrize("case", UNSUPPORTED.splitlines())
 def test_unsupported_settings(set_machine, case):
     """The error names one setting; with it there is none, or another reason."""
     machine, settings, reason, fix = map(str.strip, case.split("|"))
