@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN_FP8, distance, fill, fp8_buffers, head_model, head_of
+from golden_inputs import GOLDEN_FP8, bits_of, distance, fill, fp8_buffers, head_model, head_of
 from test_kernels import fp8_steps_apart
 
 pytestmark = [pytest.mark.numeric, pytest.mark.pinned("FP8 of record 92")]
@@ -17,7 +17,7 @@ STEPS = range(len(MLP["steps"]))
 
 
 def codes(t):
-    return t.contiguous().view(torch.uint8).numpy().tobytes().hex()
+    return bits_of(t)[1].hex()
 
 
 def bf16(text, like):

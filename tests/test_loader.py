@@ -113,10 +113,7 @@ def test_micro_batches(tmp_path, seed):
     cfg = config(tmp_path)
     schedule = [(int(8 * rng.integers(30, 90)), int(rng.integers(10, 250))) for _ in range(40)]
     want = list(naive_batches(shards, schedule, 8, epochs=40))  # up to one that fits in no shard
-    loaders = {}
-    for world_size in (1, 2, 4, 8):
-        for rank in range(world_size):
-            loaders[rank, world_size] = train_loader(cfg, rank, world_size)
+    loaders = {(rank, n): train_loader(cfg, rank, n) for n in (1, 2, 4, 8) for rank in range(n)}
     for (batch_tokens, max_doc_len), batch in zip(schedule, want):
         position = loaders[5, 8].position()
         loaders[5, 8].close()

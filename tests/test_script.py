@@ -287,7 +287,7 @@ def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("preset, device", (("cpu", "cpu"), ("words", "cpu"), ("record", "cuda")))
+@pytest.mark.parametrize("preset, device", (("cpu", "cpu"), ("record", "cuda")))
 def test_presets_for_cpus_leave_the_gpu_alone(monkeypatch, preset, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
