@@ -5578,6 +5578,13 @@ def override(cfg: Config, setting: str) -> Config:
     return rescale(new, new.length / cfg.length)
 
 
+def with_settings(cfg: Config, settings: Iterable[str]) -> Config:
+    """Returns `cfg` with "name=value" settings applied, in order."""
+    for setting in settings:
+        cfg = override(cfg, setting)
+    return cfg
+
+
 def rescale(cfg: Config, factor: float) -> Config:
     """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
 
@@ -5795,9 +5802,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def read_settings(args: argparse.Namespace) -> Config:
     """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
-    cfg = PRESETS[args.preset]
-    for setting in args.set:
-        cfg = override(cfg, setting)
+    cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
     require(".." not in args.name, f"--name {args.name}: give a name without ..")
     every = args.checkpoint_every
