@@ -55,6 +55,8 @@ if [[ $against && ! $tiny ]]; then
         git ls-files --error-unmatch -- "$script" >/dev/null && git diff --quiet HEAD -- "$script" ||
             die "commit $script first: a record's logs name a commit that has its script"
     fi
+    [[ " ${args[*]}" == *' --set'* ]] || ! cmp -s "$script" "$against" ||
+        die "$script and $against are the same"
     for folder in records/*/; do
         [[ ! -e "$folder${RUN_DATE}_$name" ]] ||
             die "$folder${RUN_DATE}_$name is there; remove it, or give another --name"

@@ -5564,8 +5564,9 @@ def override(cfg: Config, setting: str) -> Config:
     settings = flatten(cfg)
     names = fnmatch.filter(settings, pattern)
     if not names:
-        near = ", ".join(difflib.get_close_matches(pattern, settings, cutoff=0.4)) or "a field of Config"
-        raise UserError(f"--set {pattern}: unknown; did you mean {near}?")
+        near = [*difflib.get_close_matches(pattern, settings), "another script"]
+        file = Path(__file__).name
+        raise UserError(f"--set {pattern}: {file} has no such setting; did you mean {', or '.join(near)}?")
     values = {}
     for name in names:
         require(

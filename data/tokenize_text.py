@@ -537,12 +537,12 @@ def write_shards(
     and counted. A split without documents raises UserError and leaves no shards: half a corpus is useless,
     and would block the folder for the full one.
     """
-    encoding = get_encoding(encoding_name)
-    if encoding.n_vocab > 2**16:
-        raise UserError(
-            f"encoding {encoding_name!r} has {encoding.n_vocab} tokens; shards hold at most {2**16}"
-        )
     with new_shards(out, replaced) as folder:
+        encoding = get_encoding(encoding_name)
+        if encoding.n_vocab > 2**16:
+            raise UserError(
+                f"encoding {encoding_name!r} has {encoding.n_vocab} tokens; shards hold at most {2**16}"
+            )
         train = SplitWriter(folder, name, "train", encoding, shard_tokens)
         val = SplitWriter(folder, name, "val", encoding, shard_tokens)
         left_out = LeftOut()

@@ -69,14 +69,13 @@ RENAMED = {
     "stages.candidates": "sampled_columns",
 }
 RENAMED_KERNELS = {"both_layouts": "cast_and_transpose", "gram": None}  # None: it is gone
-# Settings that models of earlier scripts lack, with the values that they had in effect. A field of Layer is
-# "layers.NAME".
+# Settings that models of earlier scripts lack, with the values that they had in effect, if it is another than
+# False. A field of Layer is "layers.NAME".
 ADDED = {
     "pointer_dim": 0,
     "pointer_window": 1,
     "pointer_val_window": 1,
     "softcap": {"scale": 23.0, "shift": 5.0, "span": 7.5},
-    "cuda_graphs": False,
     "ngrams.contexts": (),
     "device": "gpu",
 }
@@ -109,17 +108,21 @@ def single_setting(name: str, value, field: tg.Field):
 def config_from_dict(values: dict, table=tg.Config, path: str = "") -> tg.Config:
     """Builds a Config from a dict of its fields, as JSON gives it, and of ADDED. `path` is its name in there.
 
-    Raises KeyError if a field is unknown, UserError if one is missing or cannot have such a value.
+    A switch that the dict lacks is off: models of earlier scripts were trained without it. Raises KeyError if
+    a field is unknown, UserError if one is missing or cannot have such a value.
     """
     fields = {}
     for name in tg.hints_of(table) | values:
         hint = tg.hints_of(table)[name]
+        row = tg.row_type(hint)
+        missing = ADDED.get(path + name)
+        if missing is None and row is None and tg.field_of(hint).type is bool:
+            missing = False
+        value = values.get(name, missing)
         tg.require(
-            name in values or path + name in ADDED,
+            value is not None,
             f"no setting {path}{name}; if it is new, give it a row of ADDED in evals/saved_model.py",
         )
-        value = values.get(name, ADDED.get(path + name))
-        row = tg.row_type(hint)
         if row is None:
             fields[name] = single_setting(name, value, tg.field_of(hint))
         elif isinstance(value, list):

@@ -154,17 +154,17 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
 
 
 def test_settings_that_earlier_models_lack_are_added(monkeypatch):
-    """As they were in effect; also a field of Layer."""
+    """As they were in effect; also a field of Layer. Switches were off."""
     values = json.loads(tg.config_json(tg.RECORD))
-    for name in saved_model.ADDED.keys() & values.keys():
+    for name in saved_model.ADDED.keys() & values.keys() | {"cuda_graphs"}:
         del values[name]
     for layer in values["layers"]:
-        del layer["narrow_v"]
-    with pytest.raises(tg.UserError, match="no setting layers.narrow_v; .* give it a row of ADDED"):
+        del layer["mlps"], layer["narrow_v"]
+    with pytest.raises(tg.UserError, match="no setting layers.mlps; .* give it a row of ADDED"):
         config_from_dict(values)
-    monkeypatch.setitem(saved_model.ADDED, "layers.narrow_v", True)
+    monkeypatch.setitem(saved_model.ADDED, "layers.mlps", 2)
     cfg = config_from_dict(values)
-    assert all(layer.narrow_v for layer in cfg.layers)
+    assert all(layer.mlps == 2 and layer.narrow_v is False for layer in cfg.layers)
     assert (cfg.pointer_dim, cfg.softcap, cfg.cuda_graphs) == (0, tg.Softcap(23.0, 5.0, 7.5), False)
 
 
@@ -221,7 +221,7 @@ def diverge(saved):
 
 HOSTILE = {
     "lacks: 'gain'; a changed copy": lambda saved: change(saved, gain=1),
-    "lacks: 'ngram_gain'": lambda saved: change(saved, params=[vars(tg.ParamSpec("ngram_gain", 1, 0))]),
+    "lacks: 'no_such_parameter'": lambda saved: change(saved, params=[vars(tg.ParamSpec("no_such_parameter", 1, 0))]),
     "scalars is not finite": diverge,
     "larger than the file": make_small,
     "sequences of 2147483646 tokens": lambda saved: change(saved, val_slice_tokens=2147483646),

@@ -266,6 +266,7 @@ WRONG = {
     "old.py train_gpt.py": "one script",
     "--against none.py --name X": "none.py",
     "--against old.py": "--name",
+    "old.py --against old.py --name X": "the same",
     "--against old.py --name X --resume a.txt": "--resume",
 }
 
