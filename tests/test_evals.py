@@ -221,7 +221,7 @@ def diverge(saved):
 
 HOSTILE = {
     "lacks: 'gain'; a changed copy": lambda saved: change(saved, gain=1),
-    "lacks: 'no_such_parameter'": lambda saved: change(saved, params=[vars(tg.ParamSpec("no_such_parameter", 1, 0))]),
+    "lacks: 'no_such_one'": lambda saved: change(saved, params=[vars(tg.ParamSpec("no_such_one", 1, 0))]),
     "scalars is not finite": diverge,
     "larger than the file": make_small,
     "sequences of 2147483646 tokens": lambda saved: change(saved, val_slice_tokens=2147483646),

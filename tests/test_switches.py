@@ -132,7 +132,7 @@ def test_a_part_of_the_model_can_be_left_out(cfg, setting):
     cfg = replace(cfg, ngrams=NGRAMS)
     losses, changes, _ = train_plain(cfg)
     other_losses, other_changes, _ = train_plain(tg.override(cfg, setting))
-    assert tg.override(cfg, setting) != cfg, "the test's config has this value: give its row in PARTS the other"
+    assert tg.override(cfg, setting) != cfg, "the test's config has this value: write the other one in PARTS"
     assert changes.keys() ^ other_changes.keys() == PARTS[setting]
     for loss, other_loss in zip(losses[-2:], other_losses[-2:]):
         assert 0 < abs(loss - other_loss) < 0.5
