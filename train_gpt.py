@@ -1,6 +1,7 @@
 """
 A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on FineWeb to a validation loss of
-3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same code on two cores.
+3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same algorithm on two
+cores, in plain PyTorch.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py                # the record preset: 8 GPUs, FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu   # the cpu preset: no GPU
@@ -36,17 +37,17 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     16 Run          processes, clock, log; warm-up, the timed loop; run() is the whole story
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
-Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
-table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), F the
-MLP's width, L the layers, V the padded vocabulary, K the targets of a token or its rows of n-grams. Dq and
-Dv are the widths of a head's queries and values. In code, F is torch.nn.functional.
+Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
+of its table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of
+D), F the MLP's width, L the layers, V the padded vocabulary, K the targets of a token or its rows of n-grams.
+Dq and Dv are the widths of a head's queries and values. In code, F is torch.nn.functional.
 
 The stream is the residual stream. x0 is the tokens' embeddings, smeared and normed, with which it begins; in
 layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
 that it updates. The touched rows of a table are those that a batch looks up. After some steps a running
 average of a parameter ticks: it moves towards the parameter. ANVIL is the optimizer of the banks, a
 descendant of Muon (section 11). MUDD (section 6) mixes earlier streams in, with weights that small MLPs
-compute for each token. Up to the untie step lm_head and the token embedding embed are one matrix.
+compute for each token. Up to the untie step lm_head and the token embedding embed have equal values.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 class Layer:
     # paired: two heads share one sequence of twice the length. Empty: this layer does not attend.
     attention: Literal["plain", "paired", ""] = "plain"
-    # A field of Windows. Rotary embedding follows the long windows in wide heads, the short in narrow ones.
+    # A field of Windows. The rotary embedding is adapted to it.
     window: Literal["short", "long"] = "short"
     # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
     narrow_qk: bool = False
@@ -184,8 +185,7 @@ class Windows:
     """Attention windows, in units of Config.window_unit tokens before the query's own.
 
     In paired layers they count rows, two for each token, and so reach half as far. A third window is a
-    field here, with a default for the stages that do not name it, and one more name in Layer.window. It does
-    not change the rotary tables: those of wide heads follow `long`, those of narrow heads `short`.
+    field here, with a default for the stages that do not name it, and one more name in Layer.window.
     """
 
     short: Positive
@@ -229,12 +229,14 @@ class ParamSpec:
     # hashed: bigram_embed alone, of which a bigram's hash selects a row. Another such table needs a kind of
     #     its own, also in is_table, SELECTORS and CLASSES; a field of MicroBatch, which make_micro_batch()
     #     fills with its rows; their segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
-    # Of banks, tables and lm_head the gradients are written by hand, not by autograd. So GPT.trunk and
-    # pointer_inputs may read only small parameters as self.NAME. Banks are in `banks`, tables in `looked_up`.
+    # Gradients of banks, tables and lm_head do not come from autograd: the products' backwards and add_rows()
+    # write them (of banks only with Config.main_grad). So GPT.trunk and pointer_inputs may read only small
+    # parameters as self.NAME. Banks are in `banks`, tables in `looked_up`.
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
-    # Parameters are updated and gathered in ascending order of this number. No result depends on it.
+    # Parameters are updated and gathered in ascending order of this number, so that a gather goes on while
+    # the next parameters are updated. No result depends on it.
     update_order: int = 0
     optimizer: str = "adam"  # a name in UPDATE_RULES
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
@@ -357,7 +359,7 @@ class Ngrams:
 class Stage:
     steps: Steps
     batch_tokens: Positive  # over all ranks and micro-batches
-    max_doc_len: Positive  # documents are cut to this many tokens
+    max_doc_len: Positive  # longer documents are truncated to so many tokens
     # Rotary tables follow these, and change once a stage. Windows that change within a stage need an edit of
     # GPT.use_rotary.
     windows: Windows
@@ -376,13 +378,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings. Defaults: the 1050-step record preset, of which other presets are copies with
-    `replace`.
+    """Holds one run's settings. Defaults: the 1050-step record preset. CPU is a copy of it, with `replace`,
+    and WORDS one of CPU.
 
-    A new switch also needs a row of ADDED in evals/saved_model.py, for models saved before, and one of PARTS
-    in tests/test_switches.py. Constants that are no settings: GATE_DIM, MUDD_SCALE and the initial values of
-    param_table() in section 6, NORM_EPS, FP8_* and PROB_FLOOR in 8, ANVIL_MAPS and ROW_EPS in 11,
-    COLUMN_STRIDE in 13.
+    A new switch also needs a row of PARTS in tests/test_switches.py. A new number needs a row of ADDED in
+    evals/saved_model.py, for models saved before. Constants that are no settings: GATE_DIM, MUDD_SCALE, the
+    initial values of param_table() and the numbers of rotary_family() in section 6, NORM_EPS, FP8_* and
+    PROB_FLOOR in 8, ANVIL_MAPS and ROW_EPS in 11, COPY_LENGTHS and COLUMN_STRIDE in 13.
     """
 
     # data and goal
@@ -424,8 +426,8 @@ class Config:
     pointer_window: Positive = 2560  # how many tokens it looks back in training
     pointer_val_window: Positive = 16384  # and in validation and samples
     window_unit: Positive = 128
-    # In training, attention and the copy pointer cut longer documents into pieces of so many tokens; 0: they
-    # cut none.
+    # In training, attention and the copy pointer split longer documents into pieces of so many tokens, and
+    # see no earlier piece; 0: they split none.
     attention_cap: int = 2560
     # The attention windows of the final validation, and of samples.
     val_windows: Windows = Windows(6, 20)
@@ -433,13 +435,14 @@ class Config:
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
     dtype: DType = "bfloat16"  # of weights and activations
-    # The schedule. `--set length=0.5` halves every number of steps: of stages, momentum and averages,
-    # late_updates_from and two_momenta_from. It rescales what the settings to its left have set. A preset's
-    # own length is applied before all settings, so a copy of the script can be shortened in one place.
+    # The schedule. `--set length=0.5` halves every field of type Steps: the stages' and the momentum's,
+    # averages' windows, late_updates_from and two_momenta_from. It rescales what the settings to its left
+    # have set. A preset's own length is applied before all settings, so a copy of the script can be shortened
+    # in one place.
     length: Annotated[float, 1e-3, 1e3] = 1.0
-    # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
-    # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
-    # the rate that the cooldown ends at.
+    # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients agree, large ones
+    # average out noise later. At the end batches shrink again, and the last stage trains at the rate that the
+    # cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
         #   steps  batch  docs   windows         lr_mul  mtp        prefix
@@ -482,11 +485,11 @@ class Config:
     # one by this share towards its gradient.
     slow_rate: Fraction = 0.02
     # Before this step Nesterov's rule takes the fast average alone, whose decay is the scheduled momentum,
-    # while the slow one only decides where weight decay acts. From this step on it takes a mean of both, in
-    # which the fast one has this decay and this weight. The rule's own factor stays the scheduled momentum.
+    # while the slow one only decides where weight decay acts. From this step on it takes a mean of both. The
+    # rule's own factor stays the scheduled momentum.
     two_momenta_from: Steps = 514
-    fast_beta: Fraction = 0.85
-    fast_weight: Fraction = 0.4385
+    fast_beta: Fraction = 0.85  # from then on: the fast average's decay,
+    fast_weight: Fraction = 0.4385  # and its weight in the mean
     # How the run computes. None of these changes the algorithm: they change speed, memory and rounding.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
@@ -504,7 +507,7 @@ class Config:
     # loses.
     bf16_mlp: bool = True
     device: Literal["gpu", "cpu"] = "gpu"  # gpu: if there is one
-    compile: bool = True  # torch.compile the layers, forward and backward, and the updates
+    compile: bool = True  # torch.compile what is marked @compiled, and the optimizer's updates
     # On a GPU a micro-batch's forward and backward become one launch. No GPU has run this yet.
     cuda_graphs: bool = False
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
@@ -566,8 +569,8 @@ CPU = replace(
     softcap=Softcap(30.0, 0.0, 7.5),  # symmetric
     attn_scale=0.25,
     narrow_attn_scale=0.4,
-    # The schedule, for 160 steps. Documents of about 1 KiB are cut short, so that a batch has parts of more
-    # of them; attention then cuts none. The next token alone gives a lower loss here than later ones with
+    # The schedule, for 160 steps. Documents of about 1 KiB are truncated, so that a batch has parts of more
+    # of them; attention then splits none. The next token alone gives a lower loss here than later ones with
     # it, and bytes have no prefixes.
     attention_cap=0,
     length=1.0,
@@ -590,7 +593,7 @@ CPU = replace(
     ),
     # A third of such a small step is the cost of many small operations, so there are few micro-batches.
     microbatches=2,
-    # Without a GPU: plain torch, in fp32.
+    # Without a GPU: plain torch, in fp32; with AMX, the MLPs' products in bf16 (bf16_mlp).
     device="cpu",
     dtype="float32",
     bank_dtype="float32",
@@ -600,8 +603,8 @@ CPU = replace(
     compile=False,
 )
 
-# The record preset's parts on GPT-2's tokens, at widths for two cores: it shows what depends on the
-# vocabulary.
+# The record preset's layers on GPT-2's tokens, at widths for two cores: it shows what depends on the
+# vocabulary. What is not named here is as in the cpu preset, for example the softcap.
 WORDS = replace(
     CPU,
     preset="words",
@@ -737,9 +740,10 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does.
 
     A new value that depends on the step is a field of StepPlan, set here. If the forward or the backward
-    reads it, it is an argument of forward_backward, too, and CUDAGraphs capture for each of its values. If
-    GPT.trunk reads it as a size or a number, compiler_of() must name it. If another value needs another
-    compilation, it is a part of warmup_steps' `kind`.
+    reads it, and it has few values, it is an argument of forward_backward, too, and CUDAGraphs capture for
+    each value. If it has many, it goes there as a tensor of MicroBatch, as loss_weights do. If GPT.trunk
+    reads it as a size or a number, compiler_of() must name it. If another value needs another compilation,
+    it is a part of warmup_steps' `kind`.
     """
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
@@ -802,9 +806,9 @@ def warmup_steps(cfg: Config) -> list[range]:
     its stage, number of sampled columns, prefixes or none, and late updates or none, the two steps before it,
     itself and the next one.
 
-    From the last stage's start on a range has four steps: the first two untie embed, the others update it on
-    its own. A range that would begin at an odd step begins one earlier: with an update after every step or
-    every second, gradients then overwrite or add to those before as in the run.
+    At the last stage's start a range goes on for four steps: the first two untie embed, the others update it
+    on its own. A range that would begin at an odd step begins one earlier. So, with an update after every
+    step or every second, gradients overwrite those before, or are added to them, as in the run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -1006,7 +1010,7 @@ class MicroBatch(NamedTuple):
     # (K, T) int32, K for each token: rows of bigram_embed (K = 1), or of the n-gram table
     hashed_rows: Tensor
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    # (n,) int32: 0, the ends of the documents or of the pieces that attention cuts them into, then T, which
+    # (n,) int32: 0, the ends of the documents or of the pieces that attention splits them into, then T, which
     # repeats up to a usual length
     cu_seqlens: Tensor
     max_doc_len: int  # a bound on the distance of successive ones: flash_attention's max_seqlen
@@ -1284,6 +1288,7 @@ class GPT(nn.Module):
         self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
             self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
+        self.rotary: dict[tuple[str, bool], RotaryFamily] = {}  # by Layer.window and Layer.narrow_qk
         self.rotary_stage = -1
         self.use_rotary(0)
         self.initialize(seed)
@@ -1406,8 +1411,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
-        windows: tokens, by name. banks: Optimizer.banks(). Without it, if the model has no Optimizer, the
-        banks' gradients are autograd's. With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in
+        windows: tokens, by name. banks: Optimizer.banks(). Without it, outside of training steps, the banks'
+        gradients are autograd's. With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in
         FP8.
         """
         if banks is None:
@@ -1462,7 +1467,8 @@ class GPT(nn.Module):
             added: list[Term] = []  # to the stream, before the MLPs
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else saved["normed backout"]
-                # After h: MUDD changes the stream and adds to the values, but queries and keys read h.
+                # After h: MUDD changes the stream, and what is added to the values, but not what queries,
+                # keys and values are computed from.
                 if layer.mudd:
                     saved["mudd"] = x
                     x, w, added = self.mudd_connections(x, w, saved)
@@ -1472,7 +1478,7 @@ class GPT(nn.Module):
                 added.append((gates["x0", i], x0))
             if layer.ngram and i > 0:
                 added.append((gates["ngram", i], ngram))
-            if adds_before_mlps(layer, i):
+            if added:
                 x = mix([(w.scalars.resid_attention, x), *added])
             mlp_outputs: list[Term] = []
             if layer.mlps or layer.mudd:
@@ -1585,7 +1591,7 @@ class GPT(nn.Module):
         rows if heads are paired.
         """
         layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
-        cos, sin, softmax_scale = self.rotary_narrow if layer.narrow_qk else self.rotary_wide
+        cos, sin, softmax_scale = self.rotary[layer.window, layer.narrow_qk]
         qk, v = self.queries_keys_values(layer, h, w)  # (T, 2, H, Dq), (T, H, Dv)
         values = v
         if layer.attention == "paired":
@@ -1613,7 +1619,7 @@ class GPT(nn.Module):
             # A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
             y = y * gates["output", i][:, :, None]
         scale = w.scalars.out * w.scalars.post_attention
-        return scale, Linear.apply(y.flatten(1), w.out, w.out.w)
+        return scale, linear(y.flatten(1), w.out)
 
     def queries_keys_values(self, layer: Layer, h: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
         """Returns normed queries and keys (T, 2, H, Dq), and values (T, H, Dv), of h (T, d)."""
@@ -1621,11 +1627,11 @@ class GPT(nn.Module):
         # With widths by settings, not -1, compiled code knows them.
         qk_dim = D // 2 if layer.narrow_qk else D
         v_dim = D // 2 if layer.narrow_v else D
-        qk = Linear.apply(h, w.qk, w.qk.w)
-        v = Linear.apply(h, w.v, w.v.w)
-        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). They take
-        # the factor out of queries and keys again, so it acts on values alone. It has one number for each
-        # norm, so that compiled code has one kernel for the backward of both.
+        qk = linear(h, w.qk)
+        v = linear(h, w.v)
+        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
+        # remove the factor of queries and keys again, so it acts on values alone. The factor is expanded to
+        # the shape of the norms, so that compiled code has one kernel for the backward of both.
         scale = w.scalars.qkv[..., None, None].expand(T, 2, heads, 1)
         qk = norm(mix([(scale, qk.view(T, 2, heads, qk_dim))]))
         v = mix([(w.scalars.qkv, v)]).view(T, heads, v_dim)
@@ -1713,7 +1719,7 @@ class GPT(nn.Module):
         92). Targets that are none of them do not count.
 
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
-        x, where the remaining backward begins, as it does in pointer_probs.grad.
+        x. The remaining backward begins with it, and with pointer_probs.grad, which this writes.
         """
         w = self.lm_head
         chunk = self.cfg.head_chunk
@@ -1803,7 +1809,7 @@ class GPT(nn.Module):
         z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
         if not cfg.pointer_dim:
             return z.softmax(1)[0, : cfg.vocab_size]
-        # The mixture of section 8, for all next tokens at once.
+        # softcap_loss's mixture, for all next tokens at once.
         gate, z = split_gate(z, self.gate_column)
         p_vocab = z.softmax(1)[0]
         sources = slice(-1 - cfg.pointer_val_window, -1)
@@ -1843,21 +1849,22 @@ class GPT(nn.Module):
     # -------------------------------------------------------------------------------------- rotary embedding
 
     def use_rotary(self, stage: int) -> None:
-        """Takes a stage's rotary tables: wide heads follow the long windows, narrow ones the short.
+        """Takes a stage's rotary tables: one family for each window and width of heads that layers have.
 
         Later stages' overwrite the first one's: their addresses never change.
         """
         if stage == self.rotary_stage:
             return
-        wide = self.rotary_family(stage, "long", self.cfg.attn_scale)
-        narrow = self.rotary_family(stage, "short", self.cfg.narrow_attn_scale)
-        if self.rotary_stage < 0:
-            self.rotary_wide, self.rotary_narrow = wide, narrow
-        torch._foreach_copy_([*self.rotary_wide, *self.rotary_narrow], [*wide, *narrow])
+        for layer in self.cfg.layers:
+            if layer.attention:
+                new = self.rotary_family(stage, layer)
+                family = self.rotary.setdefault((layer.window, layer.narrow_qk), new)
+                torch._foreach_copy_([*family], [*new])
         self.rotary_stage = stage
 
-    def rotary_family(self, stage: int, window: str, scale: float) -> RotaryFamily:
-        """Computes cos and sin, and the softmax scale, adapted to a window of every stage so far.
+    def rotary_family(self, stage: int, layer: Layer) -> RotaryFamily:
+        """Computes cos and sin, and the softmax scale, of layers like this one, adapted to their window of
+        every stage so far.
 
         Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
         content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
@@ -1867,7 +1874,8 @@ class GPT(nn.Module):
         cfg, device = self.cfg, self.device
         exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
         freq = (1 / 1024) ** exponents  # radians a position
-        windows = [window_tokens(cfg, each.windows)[window] for each in cfg.stages]
+        scale = cfg.narrow_attn_scale if layer.narrow_qk else cfg.attn_scale
+        windows = [window_tokens(cfg, each.windows)[layer.window] for each in cfg.stages]
         for old, new in zip(windows[:stage], windows[1:]):
             turns = old * freq / (2 * math.pi)
             ratio = old / new
@@ -1998,21 +2006,17 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     return early, late
 
 
-def adds_before_mlps(layer: Layer, i: int) -> bool:
-    """True if something is added to the stream of layer i before its MLPs."""
-    return bool(layer.attention) or layer.x0 or (layer.ngram and i > 0)
-
-
 def used_scalars(cfg: Config) -> list[LayerScalars]:
     """Returns which of its scalars each layer uses."""
     used = []
     for i, layer in enumerate(cfg.layers):
         attends = bool(layer.attention)
+        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
         has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
         scalars = LayerScalars(
             qkv=attends,
             out=attends,
-            resid_attention=has_own and adds_before_mlps(layer, i),
+            resid_attention=has_own and adds,
             resid_mlp=has_own,
             post_attention=has_own and attends,
             post_mlp=has_own and layer.mlps > 0,
@@ -2247,7 +2251,7 @@ class Weight(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """x w^T, for x (T, cols). The matrix w is an argument beside its Weight: autograd sees only tensors."""
+    """Computes linear(). The matrix w is an argument beside its Weight: autograd sees only tensors."""
 
     @staticmethod
     def forward(ctx, x, weight, w):
@@ -2259,6 +2263,11 @@ class Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         return dy @ w, None, ctx.weight.gradient(dy, x)
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank."""
+    return Linear.apply(x, weight, weight.w)
 
 
 class MLP(torch.autograd.Function):
@@ -2300,8 +2309,8 @@ class MLP(torch.autograd.Function):
 
 
 # ============================================================================================================
-# 8  Operations. Each together: its formula, its form in plain torch, and, where it has one, its Triton
-#    kernel and what launches that, with the same arguments and results. Last, the Backend: a run's choice.
+# 8  Operations. Of each: its formula, its form in plain torch, and, where it has one, its Triton kernel and
+#    what launches that, with the same arguments and results. Last, the Backend: a run's choice.
 # ============================================================================================================
 
 # ---- RMSNorm -----------------------------------------------------------------------------------------------
@@ -2405,7 +2414,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # Three forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl) and, both in
 # dense_attention, torch's scaled_dot_product_attention and, in code that is not compiled, on a CPU,
-# block_attention (at this section's end). Other scores need an edit of each.
+# block_attention. Other scores need an edit of each.
 
 
 def dense_attention(
@@ -2477,6 +2486,81 @@ def flash_attention(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=1.0, window_size=(window, 0)
     )  # type: ignore
     return y[:, :, :v_dim]  # type: ignore
+
+
+# block_attention: for code that is not compiled, on a CPU. Its blocks are smaller, their keys are not copied,
+# and it has a backward of its own.
+
+QUERIES = 32  # of a block. With more, it has more keys that most of its queries do not see.
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+) -> Tensor:
+    """Computes dense_attention."""
+    T, H, _ = q.shape
+    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
+    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
+
+
+@lru_cache(4)  # layers of one kind share it
+def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
+    """Returns what is added to BlockAttention's scores, (H * blocks, QUERIES, keys): 0, or -inf where a query
+    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
+    """
+    return torch.where(seen_keys(cu_seqlens, T, QUERIES, window), 0.0, -math.inf).repeat(H, 1, 1)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
+
+    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
+    block would have of the head before are hidden by the bias.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        q = blocks_by_head(q, bias, QUERIES)
+        k = blocks_by_head(k, bias, bias.size(2))
+        v_blocks = blocks_by_head(v, bias, bias.size(2))
+        probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
+        ctx.save_for_backward(q, k, v_blocks, probs)
+        return by_position(probs @ v_blocks, v)
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, probs = ctx.saved_tensors
+        dy_rows = blocks_by_head(dy, probs, QUERIES)
+        dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
+        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
+        return *(by_position(grad, dy) for grad in grads), None
+
+
+def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
+    """Returns t (T, H, D) cut into blocks (H * blocks, size, D), with the dtype and number of `like`.
+
+    A block is QUERIES rows of a head, after the size - QUERIES rows before them. Blocks overlap, so the
+    result is a view. Rows before the first head and after T are zeros.
+    """
+    (T, H, D), before = t.shape, size - QUERIES
+    rows = like.new_zeros(before + len(like) * QUERIES, D)
+    rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
+    return rows.unfold(0, size, QUERIES).mT
+
+
+def sum_blocks(x: Tensor) -> Tensor:
+    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * QUERIES, D)."""
+    n, keys, D = x.shape
+    rows = x.new_zeros(keys + (n - 1) * QUERIES, D)
+    for i in range(0, keys, QUERIES):
+        rows[i : i + n * QUERIES].view(n, QUERIES, D).add_(x[:, i : i + QUERIES])
+    return rows[keys - QUERIES :]
+
+
+def by_position(rows: Tensor, like: Tensor) -> Tensor:
+    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
+    T, H, _ = like.shape
+    return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
 
 
 # ---- What several kernels need -----------------------------------------------------------------------------
@@ -2701,8 +2785,8 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
 
-    Another activation needs an edit here, in relu_square_grad and in relu_square_grad_bf16. These know only
-    its result: one that is not 0 for all negative inputs and rising for others must also save h fc^T in
+    Another activation needs an edit here and in relu_square_grad. That knows only the result of this: an
+    activation that is not 0 for all negative inputs and rising for others must also save h fc^T in
     MLP.forward, and get it in MLP.backward. It then runs with --set fp8_mlp=false and without the kernel
     relu_square. With these also edit relu_square_fp8 and relu_square_kernel.
 
@@ -2714,16 +2798,14 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
 def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
 
-    The root is not rounded; rounded to bf16 it would be relu(h fc^T) again.
+    The root is not rounded, but in bf16 on a CPU, where it takes half the time and is relu(h fc^T) again.
     """
-    # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
-    root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
+    if square.dtype == torch.bfloat16 and not square.is_cuda:
+        root = square.sqrt()
+    else:
+        # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
+        root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
     return (2 * dy @ proj.T).mul_(root)
-
-
-def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    """Computes relu_square_grad for bf16 with a rounded root, in half the time on a CPU."""
-    return (2 * dy @ proj.T).mul_(square.sqrt())
 
 
 def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -2865,7 +2947,7 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 # The loss is computed in four places: softcap_loss and its kernel in training, next_token_losses in
 # validation, GPT.next_token_probs for samples. Another probability needs an edit of each, and of
 # mixture_probs. A term of training alone, such as a z-loss, is one of softcap_loss, with and without the
-# pointer, and of its kernel. Its factor must contain loss_share, as loss_weights do.
+# pointer, and of its kernel. Its factor must be a multiple of loss_weights[0], which contains loss_share.
 
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
@@ -2874,7 +2956,7 @@ def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
 
 
 class PointerProbs(NamedTuple):
-    """What the copy pointer (below) says of the next tokens of n positions."""
+    """What the copy pointer says of the next tokens of n positions."""
 
     probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
     gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
@@ -3136,7 +3218,7 @@ def next_token_losses(
 
         p = p_vocab, the softmax of the logits (n, V) after the softcap;
 
-    with them the mixture of section 8, where p_vocab is the softmax without the gate's column:
+    with them softcap_loss's mixture, where p_vocab is the softmax without the gate's column:
 
         p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
     """
@@ -3512,82 +3594,6 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
         out.index_add_(1, columns, x)
 
 
-# ---- Attention in code that is not compiled, on a CPU ------------------------------------------------------
-
-# With smaller blocks, whose keys are not copied, and a backward of its own.
-
-QUERIES = 32  # of a block. With more, it has more keys that most of its queries do not see.
-
-
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
-) -> Tensor:
-    """Computes dense_attention."""
-    T, H, _ = q.shape
-    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
-    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
-
-
-@lru_cache(4)  # layers of one kind share it
-def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
-    """Returns what is added to BlockAttention's scores, (H * blocks, QUERIES, keys): 0, or -inf where a query
-    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
-    """
-    return torch.where(seen_keys(cu_seqlens, T, QUERIES, window), 0.0, -math.inf).repeat(H, 1, 1)
-
-
-class BlockAttention(torch.autograd.Function):
-    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
-
-    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
-    block would have of the head before are hidden by the bias.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, bias):
-        q = blocks_by_head(q, bias, QUERIES)
-        k = blocks_by_head(k, bias, bias.size(2))
-        v_blocks = blocks_by_head(v, bias, bias.size(2))
-        probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
-        ctx.save_for_backward(q, k, v_blocks, probs)
-        return by_position(probs @ v_blocks, v)
-
-    @staticmethod
-    def backward(ctx, dy):
-        q, k, v, probs = ctx.saved_tensors
-        dy_rows = blocks_by_head(dy, probs, QUERIES)
-        dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
-        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
-        return *(by_position(grad, dy) for grad in grads), None
-
-
-def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns t (T, H, D) cut into blocks (H * blocks, size, D), with the dtype and number of `like`.
-
-    A block is QUERIES rows of a head, after the size - QUERIES rows before them. Blocks overlap, so the
-    result is a view. Rows before the first head and after T are zeros.
-    """
-    (T, H, D), before = t.shape, size - QUERIES
-    rows = like.new_zeros(before + len(like) * QUERIES, D)
-    rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
-    return rows.unfold(0, size, QUERIES).mT
-
-
-def sum_blocks(x: Tensor) -> Tensor:
-    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * QUERIES, D)."""
-    n, keys, D = x.shape
-    rows = x.new_zeros(keys + (n - 1) * QUERIES, D)
-    for i in range(0, keys, QUERIES):
-        rows[i : i + n * QUERIES].view(n, QUERIES, D).add_(x[:, i : i + QUERIES])
-    return rows[keys - QUERIES :]
-
-
-def by_position(rows: Tensor, like: Tensor) -> Tensor:
-    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
-    T, H, _ = like.shape
-    return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
-
-
 # ---- The backend of a run ----------------------------------------------------------------------------------
 
 
@@ -3676,7 +3682,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
             torch.nn.attention.activate_flash_attention_impl("FA3")
     plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
     if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
-        chosen |= {"mlp_dtype": torch.bfloat16, "relu_square_grad": relu_square_grad_bf16}
+        chosen["mlp_dtype"] = torch.bfloat16
     return Backend(**chosen, fp8=cfg.fp8)
 
 
@@ -4269,10 +4275,9 @@ CLASSES: dict[tuple[str, str], Callable] = {
 
 
 # ============================================================================================================
-# 11  Update rules. In place, on one block, in at least fp32, but what ANVIL does between its momentum and the
-#     update, orthogonalization and NorMuon's scaling, is in Config.bank_dtype. Another rule is init, update,
-#     and an entry of UPDATE_RULES. A block of a bank is whole matrices; of lm_head or a table it is some of
-#     the rows.
+# 11  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
+#     with NorMuon's scales, are in Config.bank_dtype. Another rule is init, update, and an entry of
+#     UPDATE_RULES. A block of a bank is whole matrices; of lm_head or a table it is some of the rows.
 # ============================================================================================================
 
 
@@ -4315,9 +4320,9 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
         p = p - update - decay p [update p > 0],  decay = lr^2 adam_wd wd_mul interval_ratio
 
     with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t, and ParamSpec.betas to the power of
-    interval_ratio as beta1 and beta2. Weight decay acts only where it points
-    the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["muls"], if it is
-    there, are factors of step_size and decay, of each entry of p.
+    interval_ratio as beta1 and beta2. Weight decay acts only where it points the way the update goes
+    (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["muls"], if it is there, are factors of
+    step_size and decay, of each entry of p.
     """
     updates = state["steps"].add_(1).item()
     interval_ratio = plan.interval_ratio(spec.update_every)
@@ -4550,8 +4555,8 @@ def normuon_variance_reduction(x: Tensor, second_moment: Tensor, beta2: float) -
     """Divides the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares,
     and then restores each matrix's norm.
 
-    Orthogonal updates still favour some neurons; this evens that out (NorMuon: Li
-    et al. 2025, arXiv:2510.05491; PRs 144, 168).
+    Orthogonal updates still favour some neurons; this evens that out (NorMuon: Li et al. 2025,
+    arXiv:2510.05491; PRs 144, 168).
     """
     x32 = x.to(second_moment.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
@@ -4743,8 +4748,8 @@ class Exchange:
         """Averages `grad` over ranks; each gets its own block.
 
         NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
-        gradients as they are, as many bytes, and the sum is in at least fp32, in rank order, as is the result
-        then. Otherwise, and with one rank, the result has grad's dtype.
+        gradients as they are, as many bytes; they are summed in rank order, and sum and result are in at
+        least fp32. Without it, and with one rank, the result has grad's dtype.
         """
         if self.world_size == 1:
             return Pending(grad)
@@ -4825,8 +4830,8 @@ class Exchange:
 
 
 # ============================================================================================================
-# 13  Data. Shards of tokens become micro-batches. Each begins with a document, and documents are cut to a
-#     largest length. They are the same for any number of ranks up to Config.microbatches.
+# 13  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
+#     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
 MAGIC = 20240520
@@ -4954,8 +4959,8 @@ def dataset_hash(paths: list[Path]) -> str:
 class Shard(NamedTuple):
     tokens: np.ndarray  # uint16
     bounds: np.ndarray  # int64: positions of BOS tokens, and the end
-    # By max_doc_len, kept from batch to batch: where documents, cut to it, would end one after the other;
-    # int64, the first is 0. A shard has 150,000 documents.
+    # By max_doc_len, kept from batch to batch: where documents, truncated to it, would end one after the
+    # other; int64, the first is 0. A shard has 150,000 documents.
     ends: dict[int, np.ndarray]
 
 
@@ -5122,7 +5127,7 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
 def make_micro_batch(
     tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
-    """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
+    """Builds one from T + 1 tokens (of any integer type) and the ends of all documents but the last."""
     T = len(tokens) - 1
     starts = np.append(0, ends)
     if attention_cap:
@@ -5177,8 +5182,8 @@ def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: i
 
     The others come from an interval of a fixed permutation of the vocabulary, from `offset` on: the first of
     its tokens that are not needed. The next call takes the interval after it. If an interval has too few,
-    they are spread over the whole vocabulary (record 92).
-    `vocab` must not be a multiple of the prime COLUMN_STRIDE.
+    they are spread over the whole vocabulary (record 92). `vocab` must not be a multiple of the prime
+    COLUMN_STRIDE.
     """
     chosen = np.zeros(vocab, bool)
     chosen[needed] = True
@@ -5203,10 +5208,10 @@ FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wai
 class TrainLoader:
     """Cuts training shards into micro-batches, of which rank r has those of numbers r, r + world_size, ...
 
-    A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
-    rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
-    next one, which a thread reads meanwhile; the first follows the last, as another epoch. `position`
-    continues where an earlier loader's position() was taken, on the same rank.
+    A micro-batch takes documents in order, each truncated to max_doc_len tokens, until it holds T + 1 tokens;
+    the rest of a truncated document is dropped. A batch that does not fit before the end of a shard starts
+    over in the next one, which a thread reads meanwhile; the first follows the last, as another epoch.
+    `position` continues where an earlier loader's position() was taken, on the same rank.
     """
 
     def __init__(
@@ -5279,8 +5284,8 @@ class TrainLoader:
             self._open()
             self.is_partial = False
         raise UserError(
-            f"no training shard holds a batch of {batch_tokens:,} tokens, documents cut to {max_doc_len:,}; "
-            "add larger shards, or lower batch_tokens"
+            f"no training shard holds a batch of {batch_tokens:,} tokens, with documents truncated to "
+            f"{max_doc_len:,}; add larger shards, or lower batch_tokens"
         )
 
     def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
@@ -5702,13 +5707,15 @@ def check_updates(cfg: Config) -> None:
         "autograd's gradients are new tensors, which CUDA graphs cannot have: with "
         "main_grad=false use cuda_graphs=false",
     )
-    intervals = {spec.name: spec.update_every for spec in cfg.params}
-    tied = {intervals[name] for name in ("lm_head", "embed") if name in intervals}
+    tied = [spec for spec in cfg.params if spec.name in ("lm_head", "embed")]
     require(
-        tied in ({(1, 1)}, {(2, 2)}),
+        {spec.update_every for spec in tied} in ({(1, 1)}, {(2, 2)}),
         "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
     )
-    for early, late in [cfg.ngrams.update_every, *intervals.values()]:
+    tied_rules = {spec.optimizer for spec in tied}
+    require(len(tied_rules) == 1, "lm_head and embed are tied: give both params.*.optimizer the same value")
+    intervals = [spec.update_every for spec in cfg.params]
+    for early, late in [cfg.ngrams.update_every, *intervals]:
         require(
             early <= late,
             "ngrams.update_every, params.*.update_every: the second number must not be below the first",
@@ -6250,7 +6257,7 @@ class Checkpoints(NamedTuple):
     """Which checkpoints a run writes."""
 
     folder: Path
-    task: dict  # open_log()'s
+    task: dict  # task_of()'s
     steps: Container[int]  # after these steps, counted from 1
 
 

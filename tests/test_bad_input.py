@@ -209,6 +209,7 @@ WRONG = """--preset huge
 --set params.lm_head.update_every=2,4
 --set params.*.update_every=2,4
 --set params.embed.update_every=1,1
+--set params.embed.optimizer=anvil
 --set params.value_embeds.update_every=2
 --set params.qk_bank.update_every=2,1
 --set head_chunk=0

@@ -165,10 +165,9 @@ def test_schedule_rows(row):
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))
 def test_rotary(want):
     cfg = replace(tg.RECORD, dtype="float64")
-    model = SimpleNamespace(cfg=cfg, max_tokens=1, device="cpu", rotary_stage=-1)
-    model.rotary_family = functools.partial(tg.GPT.rotary_family, model)
-    tg.GPT.use_rotary(model, want["stage"])
-    for name, family in ("narrow", model.rotary_narrow), ("wide", model.rotary_wide):
+    model = SimpleNamespace(cfg=cfg, max_tokens=1, device="cpu")
+    for name, layer in ("narrow", cfg.layers[0]), ("wide", cfg.layers[3]):
+        family = tg.GPT.rotary_family(model, want["stage"], layer)
         assert family.scale == pytest.approx(want[f"{name}_scale"], rel=1e-14)
         angles = torch.atan2(family.sin[1], family.cos[1])
         assert angles.tolist() == pytest.approx(want[f"{name}_frequencies"], rel=1e-12)

@@ -32,7 +32,7 @@ def run_mlp(x, fc, proj):
 
 
 OPERATIONS = {  # with one weight under test: how the script runs it, in plain torch
-    "linear": (lambda x, weight: tg.Linear.apply(x, weight, weight.w), lambda x, w: x @ w.T),
+    "linear": (tg.linear, lambda x, w: x @ w.T),
     "fc": (
         lambda x, weight: run_mlp(x, weight, tg.Weight(OTHER)),
         lambda x, w: tg.relu_square(x, w) @ OTHER,
@@ -135,14 +135,15 @@ def test_mlp_in_bf16():
     fc = randn(24, 8, seed=1).float()
     proj = randn(24, 8, seed=2).float()
     results = []
-    for dtype, backward in (torch.float32, tg.relu_square_grad), (torch.bfloat16, tg.relu_square_grad_bf16):
-        backend = tg.TORCH_BACKEND._replace(relu_square_grad=backward)
+    for dtype in torch.float32, torch.bfloat16:
         h = randn(70, 8, seed=0).float().requires_grad_()
         fc_grad = torch.full_like(fc, math.nan)
         proj_grad = torch.full_like(proj, math.nan)
         for written in torch.tensor([False, True]):
             weights = tg.Weight(fc, fc_grad, written), tg.Weight(proj, proj_grad, written)
-            y = tg.MLP.apply(h.to(dtype), weights, fc.to(dtype), proj.to(dtype), backend, None).float()
+            y = tg.MLP.apply(
+                h.to(dtype), weights, fc.to(dtype), proj.to(dtype), tg.TORCH_BACKEND, None
+            ).float()
             y.backward(randn(70, 8, seed=3).float())
         results.append([y.detach(), h.grad, fc_grad, proj_grad])
     for want, found in zip(*results):
