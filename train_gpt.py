@@ -3713,8 +3713,7 @@ class Optimizer:
                 alike = spec.optimizer, spec.dtype, spec.betas, spec.update_every, spec.reduction
                 groups[alike].append(spec)
             else:
-                make = CLASSES[spec.kind, spec.exchange]
-                self.params[spec.name] = make(spec, params[spec.name], cfg, exchange)
+                self.params[spec.name] = CLASSES[spec.kind](spec, params[spec.name], cfg, exchange)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             name, tensors = f"small_{i}", [params[spec.name] for spec in group]
@@ -3953,9 +3952,13 @@ class ShardedParam(Trainable):
             self.p.grad_added_to_main_grad = True
             torch.autograd.backward(self.p, torch.empty_like(self.p))
 
-    def reduce(self, grad: Tensor) -> Pending:
-        """Starts the mean of a whole gradient over ranks. Each gets that of its block."""
-        return self.exchange.reduce(self.name, grad, self.spec.reduction == "fp32")
+    def grad(self) -> Tensor:
+        """Returns the gradient that this rank has summed."""
+        return self.p.grad if self.main_grad is None else self.main_grad
+
+    def scatter(self) -> Pending:
+        """Starts the mean of the gradient over ranks. Each gets that of its block."""
+        return self.exchange.reduce(self.name, self.grad(), self.spec.reduction == "fp32")
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the block by its mean gradient."""
@@ -4031,9 +4034,6 @@ class SmallParams(ShardedParam):
         rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
         self.state["muls"] = exchange.block(rates).T.contiguous().to(vector.device)
 
-    def scatter(self) -> Pending:
-        return self.reduce(self.main_grad)
-
 
 class DenseParam(ShardedParam):
     """A bank, or lm_head: backwards of matrix products write its gradient to main_grad directly.
@@ -4055,17 +4055,11 @@ class DenseParam(ShardedParam):
         w = self.p if self.main_grad is None else self.p.detach()
         return Weight(w, self.main_grad, self.written)
 
-    def grad(self) -> Tensor:
-        return self.p.grad if self.main_grad is None else self.main_grad
-
     def end_backward(self) -> None:
         """Ends a micro-batch's backward: what follows is added to its gradient."""
         self.written = torch.tensor(True)
         if self.main_grad is not None:
             super().end_backward()
-
-    def scatter(self) -> Pending:
-        return self.reduce(self.grad())
 
     def clear(self) -> None:
         self.p.grad = None
@@ -4076,7 +4070,10 @@ class DenseParam(ShardedParam):
 
 
 class TableParam(ShardedParam):
-    """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0."""
+    """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0.
+
+    With exchange=sparse, ranks exchange the gradients of touched rows only.
+    """
 
     routes: RowRoutes | None = None  # of the touched rows, in a step that updates the table; on the device
 
@@ -4093,20 +4090,18 @@ class TableParam(ShardedParam):
         return rows
 
     def scatter(self) -> Pending:
-        return self.reduce(self.main_grad)
-
-
-class SparseTable(TableParam):
-    """A table of which ranks exchange the gradients of touched rows only."""
-
-    def scatter(self) -> Pending:
+        if self.spec.exchange == "reduce_scatter":
+            return super().scatter()
         rows = self.take_rows()  # before their means come to the block, which is a part of main_grad
         out = self.exchange.block(self.main_grad)
         return self.exchange.reduce_rows(self.name, rows, self.routes, out)
 
     def clear(self) -> None:
-        touched = self.routes.segments.ids.long()  # by any rank; all other rows of the block are 0
-        self.exchange.block(self.main_grad).index_fill_(0, touched, 0)
+        if self.spec.exchange == "reduce_scatter":
+            super().clear()
+        else:  # any rank may have touched these rows; all others of the block are 0
+            touched = self.routes.segments.ids.long()
+            self.exchange.block(self.main_grad).index_fill_(0, touched, 0)
 
 
 class LMHead(DenseParam):
@@ -4263,15 +4258,8 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
         return NgramTable(cfg, exchange)
 
 
-# By ParamSpec.kind and ParamSpec.exchange; small parameters are packed.
-CLASSES: dict[tuple[str, str], Callable] = {
-    ("bank", "reduce_scatter"): DenseParam,
-    ("matmul", "reduce_scatter"): LMHead,
-    ("tokens", "reduce_scatter"): TableParam,
-    ("hashed", "reduce_scatter"): TableParam,
-    ("tokens", "sparse"): SparseTable,
-    ("hashed", "sparse"): SparseTable,
-}
+# By ParamSpec.kind; small parameters are packed.
+CLASSES = {"bank": DenseParam, "matmul": LMHead, "tokens": TableParam, "hashed": TableParam}
 
 
 # ============================================================================================================

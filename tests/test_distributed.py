@@ -332,7 +332,7 @@ def bytes_sent(cfg, ranks):
             plan = tg.plan_step(cfg, step)
             is_due = plan.updates(param.spec.update_every)
             is_copy = name == "embed" and plan.tied
-            if isinstance(param, (tg.SparseTable, tg.NgramTable)):
+            if name == "ngrams" or param.spec.exchange == "sparse":
                 for rows, found in zip(read, ranks):
                     rows |= found["reads"][step][param.selector]
                 if is_due:
