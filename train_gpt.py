@@ -3554,21 +3554,7 @@ def triton_segment_sum_rows(
     segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
 
 
-# ---- Products, transposes and sums without kernels ---------------------------------------------------------
-
-
-def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """Returns beta add + alpha x y for batches of matrices, summed in at least fp32 and rounded once."""
-    if x.is_cuda:  # tensor cores already accumulate in fp32
-        return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
-    return torch.baddbmm(upcast(add), upcast(x), upcast(y), beta=beta, alpha=alpha).to(x.dtype)
-
-
-def bmm_fp32(x: Tensor, y: Tensor) -> Tensor:
-    """Returns x y for batches of matrices, summed in at least fp32 and rounded once."""
-    if x.is_cuda:  # tensor cores already accumulate in fp32
-        return x @ y
-    return (upcast(x) @ upcast(y)).to(x.dtype)
+# ---- Transposes and sums without kernels -------------------------------------------------------------------
 
 
 @compiled
@@ -3598,8 +3584,8 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations. norm, mix, rotate, dense_attention, add_columns and ANVIL's
-    products choose by themselves between forms that differ in rounding only.
+    """A run's implementations of operations. norm, mix, rotate, dense_attention and add_columns choose by
+    themselves between forms that differ in rounding only.
     """
 
     attention: Callable = dense_attention
@@ -4423,16 +4409,16 @@ def orthogonalize(x: Tensor, margin: float) -> Tensor:
     tall = x.size(-2) > x.size(-1)
     for i, (a, b, c) in enumerate(ANVIL_MAPS):
         if tall:
-            A = bmm_fp32(x.mT, x)
+            A = x.mT @ x
         else:
-            A = bmm_fp32(x, x.mT)
+            A = x @ x.mT
         if i == 0:
             x, A = divide_by_norm(x, A, margin)
-        B = baddbmm_fp32(A, A, A.mT, b, c)
+        B = torch.baddbmm(A, A, A.mT, beta=b, alpha=c)
         if tall:
-            x = baddbmm_fp32(x, x, B, a, 1.0)
+            x = torch.baddbmm(x, x, B, beta=a)
         else:
-            x = baddbmm_fp32(x, B, x, a, 1.0)
+            x = torch.baddbmm(x, B, x, beta=a)
     return x
 
 
