@@ -3616,22 +3616,11 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the op
 }
 
 
-def check_driver() -> None:
-    """Raises UserError, with CUDA's own reason, if there are GPUs that this torch cannot use."""
-    if torch.cuda.device_count() and not torch.cuda.is_available():  # the first asks the driver, not CUDA
-        cuda = torch.version.cuda
-        fix = f"this torch needs a driver for CUDA {cuda}: install one, or a torch for an older CUDA, from "
-        with user_error_on("cannot use the GPUs", f"{fix}download.pytorch.org, and set PYTHON", RuntimeError):
-            torch.cuda.init()
-
-
 def select_backend(cfg: Config, device: torch.device) -> Backend:
     """Returns the implementations that the config names. Of these only cfg.bf16_mlp falls back in silence.
 
     Raises UserError with the first reason against them here, and a setting that avoids it.
     """
-    if cfg.device == "gpu":
-        check_driver()
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     too_old = capability < (8, 0)

@@ -57,20 +57,6 @@ def test_only_a_table_is_not_autotuned(monkeypatch):
     assert compiler(tg.adam_update.__wrapped__) and not compiler(tg.row_adam_update.__wrapped__)
 
 
-def test_a_driver_that_is_too_old_is_the_reason(monkeypatch):
-    """It counts GPUs, but torch can use none. For presets of CPUs nothing is wrong."""
-
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Update it.")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    tg.select_backend(tg.CPU, HOST)
-    with pytest.raises(tg.UserError, match=r"too old \(found version 12020\)"):
-        tg.select_backend(tg.RECORD, HOST)
-
-
 UNSUPPORTED = """\
 {"capability": (7, 5)} | | the kernels need | kernels=
 {"capability": None} | | the kernels need | kernels=

@@ -516,7 +516,6 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
         parser.error(f"--only {args.only}: name steps of {','.join(steps)}")
     try:
         tg.require(args.minutes > 0, "--minutes: give more than 0")  # nan is no more than that
-        tg.check_driver()
         has_any = torch.cuda.is_available() or not set(only) <= DEVICE_STEPS
         tg.require(has_any, f"--only {args.only} needs a GPU, and there is none")
         if torch.cuda.is_available():
