@@ -986,21 +986,12 @@ map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and t
 # ============================================================================================================
 
 
-# A row of a table has up to three numbers, all int32:
-#   row        its place in the whole table, as a token or a hash names it
-#   local_row  its place in its owner's block
-#   slot       its place in this rank's buffers. Every rank has all rows of most tables, so there slot = row.
-#              Of n-grams it has only the rows that it fetched: a slot is a row's place in NgramTable.cache.
-#
-# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
-
-
 class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
     position: tuple[int, ...]  # where the loader stands after this batch; a resumed run starts there
-    # By table, packed together: of each table that this step updates. "ngrams" only in the first step after
-    # an update of the n-grams: of the rows that all steps up to the next update read.
+    # By table, packed together: of each table that this step updates (section 12). "ngrams" only in the first
+    # step after an update of the n-grams: of the rows that all steps up to the next update read.
     routes: dict[str, RowRoutes]
 
 
@@ -1016,8 +1007,8 @@ class MicroBatch(NamedTuple):
     max_doc_len: int  # a bound on the distance of successive ones: flash_attention's max_seqlen
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
-    # By the field above that has the ids. Those of n-grams are slots, all others are rows. Packed apart from
-    # the rest, because their sizes vary.
+    # By the field above that has the ids: of n-grams slots, of all others rows (section 12). Packed apart
+    # from the rest, because their sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
@@ -1026,34 +1017,6 @@ class MicroBatch(NamedTuple):
 
 # The field of MicroBatch that selects the rows of a table, by its kind.
 SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
-
-
-class Segments(NamedTuple):
-    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
-    matrix in CSR form has them.
-    """
-
-    # (n,) int32, ascending: of a micro-batch rows, of an exchange local_rows. assign_slots() replaces rows of
-    # n-grams by slots, which are in no order.
-    ids: Tensor
-    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
-    perm: Tensor
-    offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
-
-
-class RowRoutes(NamedTuple):
-    """Where a table's touched rows go in an all-to-all: their gradients to their owners (section 12).
-
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
-    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
-    """
-
-    input_splits: list[int]  # how many rows this rank sends to each owner
-    output_splits: list[int]  # how many it receives, as an owner, from each rank
-    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
-    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
-    segments: Segments  # of local_rows: several ranks may send the same row
 
 
 def train_step(
@@ -1071,8 +1034,8 @@ def train_step(
     optimizer.begin(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
     mlps_fp8 = None
-    if model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.bank_names:
-        mlps_fp8 = model.convert_mlps_to_fp8(plan.fp8_exact)
+    if model.fp8_mlps:
+        mlps_fp8 = model.fp8_mlps.begin_step(model.mlp_bank, plan.fp8_exact)
 
     losses = []
     for micro_batch in batch.micro_batches:
@@ -1086,11 +1049,11 @@ def train_step(
         # For the log alone: gradients are those of the sum over a micro-batch's tokens.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
-    if mlps_fp8:
-        amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
+    if model.fp8_mlps:
+        amax = optimizer.exchange.all_reduce(model.fp8_mlps.amax, dist.ReduceOp.MAX)
     optimizer.step(plan, next_batch)
-    if mlps_fp8:
-        model.set_fp8_scales(amax.wait())
+    if model.fp8_mlps:
+        model.fp8_mlps.end_step(amax.wait())
     return sum(losses[1:], losses[0])
 
 
@@ -1284,7 +1247,9 @@ class GPT(nn.Module):
         self.head_streams = head_streams(cfg)
         self.register_parameters(world_size)
         self.register_constants()
-        self.allocate_fp8(world_size)
+        self.fp8_mlps = None
+        if self.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in self.bank_names:
+            self.fp8_mlps = FP8MLPState(cfg, world_size, self.device)
         self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
             self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
@@ -1325,32 +1290,6 @@ class GPT(nn.Module):
         # Which of its scalars each layer uses, and where these are in a table (layers, LayerScalars).
         self.used_scalars = used_scalars(cfg)
         self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
-
-    def allocate_fp8(self, world_size: int) -> None:
-        """Allocates the FP8 MLPs' weights, scales and maxima, at fixed addresses; without FP8 no weights.
-
-        fp8_weights: FP8MLP.weights and .weights_T of every MLP. fp8_scales: FP8MLP.scales of every MLP,
-        (mlps, 3, 2, 1, 1). fp8_amax: FP8MLP.amax. weight_amax: the maxima of fc and proj, (mlps, 2). Losses
-        are divided by a rank's micro-batches, so the scales of gradients are too: codes are the same for any
-        number of ranks.
-        """
-        cfg = self.cfg
-        mlps = sum(layer.mlps for layer in cfg.layers)
-        if self.backend.fp8 and cfg.fp8_mlp:
-            empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=self.device)
-            self.fp8_weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
-        dy_scale = FP8_DY * world_size / num_microbatches(cfg, world_size)
-        scales = torch.ones(3, 2, device=self.device)  # all but those of h and dy follow maxima later
-        scales[FP8_SCALES["h"]] = FP8_H
-        scales[FP8_SCALES["dy"]] = dy_scale
-        scales[FP8_SCALES["da"]] = dy_scale
-        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
-        scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
-        self.fp8_scales = scales[:, :, :, :1]
-        self.fp8_amax = torch.zeros(mlps, 2, device=self.device)
-        self.weight_amax = torch.zeros(mlps, 2, device=self.device)
-        margins = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]
-        self.fp8_margins = torch.tensor(margins, device=self.device)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -1412,7 +1351,7 @@ class GPT(nn.Module):
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
         windows: tokens, by name. banks: Optimizer.banks(). Without it, outside of training steps, the banks'
-        gradients are autograd's. With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in
+        gradients are autograd's. With `mlps_fp8`, the result of FP8MLPState.begin_step, MLPs are in
         FP8.
         """
         if banks is None:
@@ -1819,32 +1758,6 @@ class GPT(nn.Module):
         p_sink, p_source = p[:1], p[1:]
         p_copy = torch.zeros_like(p_vocab).index_add_(0, micro_batch.inputs[sources], p_source)
         return mixture_probs(p_vocab, gate, p_sink, p_copy)[: cfg.vocab_size]
-
-    # --------------------------------------------------------------------------------------------------- FP8
-
-    @torch.no_grad()
-    def convert_mlps_to_fp8(self, exact: bool) -> FP8MLP:
-        """Converts the MLPs' weights to FP8, for all forwards of a step. Returns them stacked, in the same
-        memory at every step.
-
-        exact: their scales fit these weights, not those of the step before and a margin.
-        """
-        if exact:
-            self.weight_amax.zero_()
-        bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
-        fp8_mlp_weights(self.fp8_weights, bank, self.fp8_scales, self.weight_amax)
-        weights, weights_T = self.fp8_weights
-        return FP8MLP(weights, weights_T, self.fp8_scales, self.fp8_amax.zero_())
-
-    def set_fp8_scales(self, amax: Tensor) -> None:
-        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2).
-
-        These are over all ranks, so that scales do not depend on how micro-batches are spread.
-        """
-        scales = self.fp8_scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
-        # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
-        is_known = (amax > FP8_LEAST) & (amax < math.inf)
-        scales.copy_(torch.where(is_known, amax * self.fp8_margins, scales))
 
     # -------------------------------------------------------------------------------------- rotary embedding
 
@@ -2771,6 +2684,55 @@ def fp8_mlp_weights(out: list[Tensor], bank: Tensor, scales: Tensor, previous_am
     scales[:, WEIGHT] = scale  # of fc and proj
     previous_amax.copy_(amax)
     torch._foreach_copy_(out, cast_and_transpose(weights, scale, torch.float8_e4m3fn))
+
+
+class FP8MLPState:
+    """The MLPs' weights in FP8 and their scales, from step to step, at fixed addresses.
+
+    Losses are divided by a rank's micro-batches, so the scales of gradients are too: codes are the same for
+    any number of ranks.
+    """
+
+    def __init__(self, cfg: Config, world_size: int, device: torch.device):
+        mlps = sum(layer.mlps for layer in cfg.layers)
+        empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
+        # FP8MLP.weights and .weights_T of every MLP
+        self.weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
+        dy_scale = FP8_DY * world_size / num_microbatches(cfg, world_size)
+        scales = torch.ones(3, 2, device=device)  # all but those of h and dy follow maxima later
+        scales[FP8_SCALES["h"]] = FP8_H
+        scales[FP8_SCALES["dy"]] = dy_scale
+        scales[FP8_SCALES["da"]] = dy_scale
+        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
+        scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
+        self.scales = scales[:, :, :, :1]  # FP8MLP.scales of every MLP
+        self.amax = torch.zeros(mlps, 2, device=device)  # FP8MLP.amax
+        self.weight_amax = torch.zeros(mlps, 2, device=device)  # of fc and proj, in the step before
+        margins = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]
+        self.margins = torch.tensor(margins, device=device)  # of square and da
+
+    @torch.no_grad()
+    def begin_step(self, bank: Tensor, exact: bool) -> FP8MLP:
+        """Converts mlp_bank to FP8, for all forwards of a step. Returns the MLPs stacked, in the same memory
+        at every step.
+
+        exact: the weights' scales fit these weights, not those of the step before and a margin.
+        """
+        if exact:
+            self.weight_amax.zero_()
+        fp8_mlp_weights(self.weights, bank[: 2 * len(self.amax)], self.scales, self.weight_amax)
+        weights, weights_T = self.weights
+        return FP8MLP(weights, weights_T, self.scales, self.amax.zero_())
+
+    def end_step(self, amax: Tensor) -> None:
+        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2).
+
+        These are over all ranks, so that scales do not depend on how micro-batches are spread.
+        """
+        scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
+        # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
+        is_known = (amax > FP8_LEAST) & (amax < math.inf)
+        scales.copy_(torch.where(is_known, amax * self.margins, scales))
 
 
 @cache
@@ -4661,6 +4623,43 @@ UPDATE_RULES = {
 #    n-grams, of which no rank has them all.
 # ============================================================================================================
 
+# A row of a table has up to three numbers, all int32:
+#   row        its place in the whole table, as a token or a hash names it
+#   local_row  its place in its owner's block
+#   slot       its place in this rank's buffers. Every rank has all rows of most tables, so there slot = row.
+#              Of n-grams it has only the rows that it fetched: a slot is a row's place in NgramTable.cache.
+#
+# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
+
+
+class Segments(NamedTuple):
+    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
+    matrix in CSR form has them.
+    """
+
+    # (n,) int32, ascending: of a micro-batch rows, of an exchange local_rows. assign_slots() replaces rows of
+    # n-grams by slots, which are in no order.
+    ids: Tensor
+    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    perm: Tensor
+    offsets: Tensor  # (n + 1,) int32
+    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
+
+
+class RowRoutes(NamedTuple):
+    """Where a table's touched rows go in an all-to-all: their gradients to their owners.
+
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
+    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
+    """
+
+    input_splits: list[int]  # how many rows this rank sends to each owner
+    output_splits: list[int]  # how many it receives, as an owner, from each rank
+    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
+    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
+    segments: Segments  # of local_rows: several ranks may send the same row
+
+
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -5867,10 +5866,11 @@ def live_state(model: GPT, optimizer: Optimizer) -> dict:
     the signs, which a resumed run has from its checkpoint.
     """
     optimizer.wait()
-    return {
-        "params": {name: param.state_dict() for name, param in optimizer.params.items()},
-        "others": {name: getattr(model, name) for name in ("signs", "fp8_scales", "weight_amax")},
-    }
+    others = {"signs": model.signs}
+    if model.fp8_mlps:
+        others |= {"fp8_scales": model.fp8_mlps.scales, "weight_amax": model.fp8_mlps.weight_amax}
+    params = {name: param.state_dict() for name, param in optimizer.params.items()}
+    return {"params": params, "others": others}
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
@@ -6125,24 +6125,6 @@ def track_of(cfg: Config, world_size: int) -> str:
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
-def track_of_run(args: argparse.Namespace, cfg: Config, world_size: int) -> str:
-    """Returns the track of a run: `other` also for one that writes checkpoints or traces, or was resumed."""
-    if args.checkpoint_every or args.resume or args.profile:
-        return "other"
-    return track_of(cfg, world_size)
-
-
-def require_same_start(args: argparse.Namespace, task: dict, exchange: Exchange) -> None:
-    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0.
-
-    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
-    would leave ranks waiting for each other; other rates would train something that no log describes.
-    """
-    start = vars(args) | task | {"torch": torch.__version__}
-    different = differences(start, exchange.from_rank_0(start))
-    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
-
-
 def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: dict) -> tuple[Path, Path]:
     """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
     folder = "attempts"
@@ -6169,8 +6151,15 @@ def task_of(args: argparse.Namespace, cfg: Config, data: Dataset, world_size: in
 
 
 def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
-    """Raises UserError if ranks were not started alike, or if the checkpoint `resumed` is of another task."""
-    require_same_start(args, task | {"step": resumed.get("step")}, exchange)
+    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0; and if the
+    checkpoint `resumed` is of another task.
+
+    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
+    would leave ranks waiting for each other; other rates would train something that no log describes.
+    """
+    start = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
+    different = differences(start, exchange.from_rank_0(start))
+    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
     if resumed:
         different = differences(resumed["task"], task)
         require(
@@ -6393,11 +6382,6 @@ def log_closing(closing: dict, seed: int, data: Dataset, log: RunLog) -> None:
     log.print0("complete: yes", console=False)
 
 
-def print_verdict(loss: float, target: float, log: RunLog) -> None:
-    side = "below" if loss < target else "not below"
-    log.print0(f"target {target}: {side}; one run proves nothing", file=False)
-
-
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
     """Prints cfg.samples texts that follow BOS, if there is a vocabulary.
 
@@ -6441,7 +6425,8 @@ def run(args: argparse.Namespace) -> None:
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
     task = task_of(args, cfg, data, world_size)
     require_same_task(args, task, exchange, resumed)
-    track = track_of_run(args, cfg, world_size)
+    cannot_be_record = args.checkpoint_every or args.resume or args.profile
+    track = "other" if cannot_be_record else track_of(cfg, world_size)
     # This is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, exchange, resumed)
     if rank == 0 and (args.checkpoint_every or resumed):
@@ -6466,7 +6451,8 @@ def run(args: argparse.Namespace) -> None:
         closing = train(training, log, start, checkpoints, profiler)
     log_closing(closing, args.seed, data, log)
     if track != "other":  # the target is one of the track's text and validation
-        print_verdict(float(closing["val_loss"]), cfg.target, log)
+        side = "below" if float(closing["val_loss"]) < cfg.target else "not below"
+        log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)

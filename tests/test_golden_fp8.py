@@ -55,7 +55,7 @@ def mlps():
     scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, tg.FP8_DY]])[None, ..., None, None]
     before, amax = torch.zeros(2, 1, 2)
     rooms = torch.tensor([1.03 / tg.E4M3_MAX, tg.FP8_GRAD_MARGIN / tg.E5M2_MAX])  # the golden ones
-    model = SimpleNamespace(fp8_scales=scales, fp8_margins=rooms)
+    state = SimpleNamespace(scales=scales, margins=rooms)
     for step, golden in enumerate(MLP["steps"]):
         h, fc, proj, dy = mlp_inputs(step)
         if step < MLP["exact_refreshes"]:
@@ -72,7 +72,7 @@ def mlps():
         y.backward(dy)
         results = {"y": y.detach(), "dproj": proj.grad, "dfc": fc.grad, "dh": h.grad}
         steps.append((mlp._replace(amax=amax[0].clone()), scales[0].clone(), (h, fc, proj, dy), results))
-        tg.GPT.set_fp8_scales(model, amax)
+        tg.FP8MLPState.end_step(state, amax)
     return steps
 
 
