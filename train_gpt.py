@@ -222,7 +222,7 @@ class ParamSpec:
     wd_mul: float = 1.0
     # small: autograd sums the gradient. Small parameters with equal optimizer, betas, dtype, update_every and
     #     reduction are exchanged and updated as one vector.
-    # matmul: lm_head, whose gradient the head's backward sums in main_grad.
+    # head: lm_head, whose gradient the head's backward sums in main_grad.
     # bank: a stack of matrices, padded so that each rank owns equally many. The backwards of matrix products
     #     sum its gradient in main_grad. GPT.layer_weights() gives its matrices to the layers.
     # tokens: a table, of which each token selects a row. GPT.trunk finds the rows in looked_up[name].
@@ -232,7 +232,7 @@ class ParamSpec:
     # Gradients of banks, tables and lm_head do not come from autograd: the products' backwards and add_rows()
     # write them (of banks only with Config.main_grad). So GPT.trunk and pointer_inputs may read only small
     # parameters as self.NAME. Banks are in `banks`, tables in `looked_up`.
-    kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
+    kind: Literal["small", "head", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, so that a gather goes on while
@@ -255,7 +255,8 @@ class ParamSpec:
 # fmt: off
 Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
-# Gradients are exchanged in this order: the n-grams' come first, and the small parameters' last.
+# Gradients are exchanged in this order: the n-grams' come first, and the small parameters' last. Names are
+# record 92's, where it has the parameter.
 PARAMS = (
     #     name              lr_mul wd_mul kind      exchange
     Bank("qk_bank"),
@@ -281,7 +282,7 @@ PARAMS = (
     ParamSpec("pointer_sink",     1.00,   0, dtype="float32"),
     # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows
     # alone, as a rank's block is some of the rows.
-    ParamSpec("lm_head",          1.00, 150, "matmul", update_order=2, betas=(0.50, 0.95)),
+    ParamSpec("lm_head",          1.00, 150, "head", update_order=2, betas=(0.50, 0.95)),
     ParamSpec("bigram_embed",    75.00,   5, "hashed", "sparse", update_order=1, betas=(0.75, 0.95)),
     ParamSpec("value_embeds",    70.00,   5, "tokens", "sparse", update_order=5, betas=(0.75, 0.95),
           update_every=(2, 4)),
@@ -2229,9 +2230,9 @@ class MLP(torch.autograd.Function):
 # ---- RMSNorm -----------------------------------------------------------------------------------------------
 
 
-def runs_by_hand(x: Tensor) -> bool:
-    """True if x is fp32 or fp64, in code that is not compiled. There norm, mix and rotate have forms by hand,
-    which pass over memory less often, and are equal up to rounding. An edit of one form needs the same edit
+def use_eager_form(x: Tensor) -> bool:
+    """True if x is fp32 or fp64, in code that is not compiled. There norm, mix and rotate have a second form,
+    which passes over memory less often, and is equal up to rounding. An edit of one form needs the same edit
     of the other. Elsewhere, too, final_norm() calls Norm, and mix() calls Mix for each term.
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
@@ -2245,7 +2246,7 @@ def norm(x: Tensor) -> Tensor:
 
     Reduced in at least fp32.
     """
-    if not runs_by_hand(x):  # Norm is the same by hand: edit both
+    if not use_eager_form(x):  # Norm computes the same: edit both
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     return Norm.apply(x)
 
@@ -2275,7 +2276,7 @@ def mix(terms: Sequence[Term]) -> Tensor:
     as groups of channels (T, groups, d / groups), with scales that broadcast to them. With scales of the
     stream, a layer's output, x0 and the n-grams, each layer can lean on the input again (record 9).
     """
-    if not runs_by_hand(terms[0][1]):
+    if not use_eager_form(terms[0][1]):
         # Term by term, but with Mix's backward: autograd's would store dy once more, in the scale's dtype.
         scaled = [x if scale is None else Mix.apply(scale, x) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
@@ -2313,7 +2314,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Each pair (a, b) of successive numbers becomes (cos a + sin b, cos b - sin a).
     """
     n = cos.size(-1)
-    if runs_by_hand(x):  # as complex numbers, in one pass
+    if use_eager_form(x):  # as complex numbers, in one pass
         turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2)
@@ -4196,7 +4197,7 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
 
 
 # By ParamSpec.kind; small parameters are packed.
-CLASSES = {"bank": DenseParam, "matmul": LMHead, "tokens": TableParam, "hashed": TableParam}
+CLASSES = {"bank": DenseParam, "head": LMHead, "tokens": TableParam, "hashed": TableParam}
 
 
 # ============================================================================================================

@@ -68,6 +68,7 @@ RENAMED = {
     "second_cadence_from": "late_updates_from",
     "stages.candidates": "sampled_columns",
 }
+RENAMED_KINDS = {"matmul": "head"}
 RENAMED_KERNELS = {"both_layouts": "cast_and_transpose", "gram": None}  # None: it is gone
 # Settings that models of earlier scripts lack, with the values that they had in effect, if it is another than
 # False. A field of Layer is "layers.NAME".
@@ -144,6 +145,8 @@ def read_config(text: str) -> tg.Config:
         if new is not None:
             kernels.append(new)
     values["kernels"] = kernels
+    for row in values["params"]:
+        row["kind"] = RENAMED_KINDS.get(row["kind"], row["kind"])
     return config_from_dict(values)
 
 
