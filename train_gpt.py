@@ -2326,9 +2326,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # ---- Attention ---------------------------------------------------------------------------------------------
 
-# Three forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl) and, both in
-# dense_attention, torch's scaled_dot_product_attention and, in code that is not compiled, on a CPU,
-# block_attention. Other scores need an edit of each.
+# Two forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl), and dense_attention,
+# which makes scores block by block. Other scores need an edit of each.
+
+QUERIES = 32  # of a block. With more, it has more keys that most of its queries do not see.
 
 
 def dense_attention(
@@ -2337,32 +2338,16 @@ def dense_attention(
     """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
 
     q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
-    bounds a document's length. Returns (T, H, Dv).
+    bounds a document's length. Returns (T, H, Dv), computed in at least fp32.
 
-    Queries go in blocks, in either form, each against the keys of its block and of the whole blocks that hold
-    `window` positions before it: about T * (window + block) scores instead of T * T.
+    Queries go in blocks, each against the keys of its block and of the whole blocks that hold `window`
+    positions before it: about T * (window + QUERIES) scores instead of T * T.
     """
-    if not (q.is_cuda or torch.compiler.is_compiling()):
-        return block_attention(q, k, v, cu_seqlens, max_seqlen, window)
-    T = len(q)
-    window = min(window, T - 1)
-    block = min(max(32, window), 256)
-    before = padded(window, block)  # keys before a block's own
-    tail = -T % block  # queries that the last block lacks
-    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
-    n = len(q)
-
-    def with_earlier_blocks(t: Tensor) -> Tensor:  # (T, H, D) -> (n, before + block, H, D)
-        # Overlapping blocks from neighbouring ones: the backward of unfold() is five times as slow.
-        blocks = F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block))
-        return torch.cat([blocks[i : i + n] for i in range(before // block + 1)], dim=1)
-
-    q = q.transpose(1, 2)
-    k = with_earlier_blocks(k).transpose(1, 2)
-    v = with_earlier_blocks(v).transpose(1, 2)
-    mask = seen_keys(cu_seqlens, T, block, window).unsqueeze(1)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-    return y.transpose(1, 2).flatten(0, 1)[:T]
+    T, H, _ = q.shape
+    # In compiled code the cache would be ignored, with a warning; it computes equal biases once anyway.
+    make_bias = block_bias.__wrapped__ if torch.compiler.is_compiling() else block_bias
+    bias = make_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
+    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
 
 
 def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -2377,52 +2362,20 @@ def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
     return torch.maximum(cu_seqlens[document_numbers(cu_seqlens, T) - 1], positions - window)
 
 
-def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
-    """Returns which keys a query sees, (n, block, keys), for blocks of queries. A block's keys are its own
-    positions and `window` or more before them, whole blocks. After T there is one more document.
-    """
-    positions, before = torch.arange(padded(T, block), device=cu_seqlens.device), padded(window, block)
-    first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
-    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
-    return (first <= keys) & (keys <= positions.view(-1, block, 1))
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
-) -> Tensor:
-    """Computes dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
-    from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
-
-    v_dim = v.size(-1)
-    head_dim = max(q.size(-1), v_dim)
-    q, k, v = (F.pad(t, (0, head_dim - t.size(-1))) for t in (q, k, v))
-    y = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=1.0, window_size=(window, 0)
-    )  # type: ignore
-    return y[:, :, :v_dim]  # type: ignore
-
-
-# block_attention: for code that is not compiled, on a CPU. Its blocks are smaller, their keys are not copied,
-# and it has a backward of its own.
-
-QUERIES = 32  # of a block. With more, it has more keys that most of its queries do not see.
-
-
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
-) -> Tensor:
-    """Computes dense_attention."""
-    T, H, _ = q.shape
-    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
-    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
-
-
 @lru_cache(4)  # layers of one kind share it
 def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
     """Returns what is added to BlockAttention's scores, (H * blocks, QUERIES, keys): 0, or -inf where a query
-    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
+    does not see the key. A block's keys are its own positions and `window` or more before them, whole blocks.
+
+    After T there is one more document. version: the cache knows cu_seqlens by its identity; this changes with
+    its contents.
     """
-    return torch.where(seen_keys(cu_seqlens, T, QUERIES, window), 0.0, -math.inf).repeat(H, 1, 1)
+    positions = torch.arange(padded(T, QUERIES), device=cu_seqlens.device)
+    before = padded(window, QUERIES)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, QUERIES, 1)
+    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + QUERIES, QUERIES).unsqueeze(1)
+    seen = (first <= keys) & (keys <= positions.view(-1, QUERIES, 1))
+    return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
 
 
 class BlockAttention(torch.autograd.Function):
@@ -2451,7 +2404,7 @@ class BlockAttention(torch.autograd.Function):
 
 
 def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns t (T, H, D) cut into blocks (H * blocks, size, D), with the dtype and number of `like`.
+    """Returns blocks (H * blocks, size, D) of t (T, H, D), with the dtype and number of `like`.
 
     A block is QUERIES rows of a head, after the size - QUERIES rows before them. Blocks overlap, so the
     result is a view. Rows before the first head and after T are zeros.
@@ -2475,6 +2428,21 @@ def by_position(rows: Tensor, like: Tensor) -> Tensor:
     """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
     T, H, _ = like.shape
     return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+) -> Tensor:
+    """Computes dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
+
+    v_dim = v.size(-1)
+    head_dim = max(q.size(-1), v_dim)
+    q, k, v = (F.pad(t, (0, head_dim - t.size(-1))) for t in (q, k, v))
+    y = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=1.0, window_size=(window, 0)
+    )  # type: ignore
+    return y[:, :, :v_dim]  # type: ignore
 
 
 # ---- What several kernels need -----------------------------------------------------------------------------
@@ -3547,8 +3515,8 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations. norm, mix, rotate, dense_attention and add_columns choose by
-    themselves between forms that differ in rounding only.
+    """A run's implementations of operations. norm, mix, rotate and add_columns choose by themselves between
+    forms that differ in rounding only.
     """
 
     attention: Callable = dense_attention
@@ -3599,7 +3567,11 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
         "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
         "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
     )
-    require(on_gpu or not cfg.cuda_graphs, "CUDA graphs need a GPU; use --set cuda_graphs=false")
+    # dense_attention keeps its bias from layer to layer, and a graph would keep it for ever.
+    has_graphs = on_gpu and cfg.attention_impl != "dense"
+    require(
+        has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
+    )
     require(
         cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
         "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
