@@ -27,11 +27,16 @@ if [int(n) for n in torch.__version__.split('.')[:2]] < [2, 11] or '$gpu' and no
 find_environment() {   # MODULE...: sets `python` to one with numpy, torch, tqdm and these; makes .venv if needed
     python=$(command -v "${PYTHON:-python3}") || die "there is no ${PYTHON:-python3}"
     if suitable "$@"; then return; fi
+    exec {lock}<requirements.txt
+    flock "$lock"   # another may be making it
     if ! cmp -s requirements.txt .venv/installed-requirements.txt; then
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
             die "$python is older than Python 3.10"
+        [[ ! -L .venv && ( ! -e .venv || -e .venv/installed-requirements.txt ) ]] ||
+            die "$python cannot train here: $problem; remove .venv, which is not of this script, or set PYTHON"
         say "making .venv, which takes minutes, because $python cannot train here: $problem"
         "${tied[@]}" "$python" -m venv --clear .venv
+        touch .venv/installed-requirements.txt   # so that it is known as of this script
         python=.venv/bin/python
         export PIP_USER=0 PIP_TARGET= PIP_PREFIX=   # whatever pip is configured for, packages go into .venv
         cpu=(--timeout 5 --retries 0 --no-deps --index-url https://download.pytorch.org/whl/cpu)
@@ -40,6 +45,7 @@ find_environment() {   # MODULE...: sets `python` to one with numpy, torch, tqdm
         pip_install -r requirements.txt
         cp requirements.txt .venv/installed-requirements.txt   # last: an interrupted one is made again
     fi
+    exec {lock}<&-
     python=$PWD/.venv/bin/python
     suitable "$@" || die ".venv cannot train here: $problem; remove .venv, or set PYTHON"
 }

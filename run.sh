@@ -14,7 +14,7 @@ set -euo pipefail
 # A run outlives who reads it, such as `head`, and a screen that was closed by >&-.
 writable() { [[ -t $1 || -f /dev/fd/$1 && ! /dev/fd/$1 -ef $0 ]]; }   # $0 is in the place of a closed one
 writable 1 && writable 2 || exec > >(cat || cat >/dev/null) 2>&1
-source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/environment.sh"
 export RUN_COMMAND=$(printf '%q ' ./run.sh "$@")   # for compare.py
 export RUN_DATE=$(date +%F)   # one folder for all runs, if midnight passes
 script='' against='' name='' preset=${gpu:+record} data='' tiny='' runs=1 seed=0 args=()

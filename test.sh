@@ -8,7 +8,7 @@
 # need.
 
 set -euo pipefail
-source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/environment.sh"
 marked="not long"
 case ${1-} in
     --fast) marked="not slow" ;;
@@ -29,4 +29,4 @@ if [[ $# == 0 && $marked != "not slow"* ]]; then
     "$python" -m ruff check .
     "$python" -m mypy
 fi
-"$python" -m pytest -m "$marked" --numprocesses=auto --maxprocesses=8 --dist=worksteal "$@"
+"${tied[@]}" "$python" -m pytest -m "$marked" --numprocesses=auto --maxprocesses=8 --dist=worksteal "$@"

@@ -5870,9 +5870,17 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
 
 
 def read_saved(path: str | Path, fix: str) -> dict:
-    """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if it is damaged."""
+    """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if it is damaged, or could
+    take more memory than its size.
+    """
     with user_error_on(f"cannot read {path}", fix, Exception):  # which one depends on the damage
         with zipfile.ZipFile(path) as file:
+            for entry in file.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{entry.filename} is compressed")
+                # bytearray(10**12) is what weights_only would allow.
+                if entry.filename.endswith(".pkl") and b"bytearray" in file.read(entry):
+                    raise ValueError(f"{entry.filename} makes a bytearray")
             damaged = file.testzip()  # torch.load compares no checksums
             if damaged:
                 raise ValueError(f"checksum of {damaged}")
@@ -5882,12 +5890,13 @@ def read_saved(path: str | Path, fix: str) -> dict:
 # A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with a file of each rank:
 # rank0.pt, rank1.pt, ... The folder gets this name when all files are written. So a folder of such a name is
 # complete, unless the machine itself failed.
+CHECKPOINT = "step" + 8 * "[0-9]"
 
 
 def find_checkpoint(log: str) -> Path:
     """Returns the newest checkpoint of a run, given its log."""
     run = Path(log).name.split(".")[0]
-    steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
+    steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/{CHECKPOINT}"))
     message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
     require(steps, f"--resume {log}: {message}")
     return steps[-1]
@@ -5933,7 +5942,7 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
 
 def remove_checkpoints(folder: Path, keep: Path | None = None) -> None:
     """Removes a run's checkpoints but `keep`. What somebody else has put there stays."""
-    for checkpoint in folder.glob("step*"):
+    for checkpoint in [*folder.glob(CHECKPOINT), *folder.glob(f"{CHECKPOINT}.partial")]:
         if checkpoint != keep:
             shutil.rmtree(checkpoint, ignore_errors=True)  # another machine may have it open
 
@@ -6143,7 +6152,7 @@ def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, 
 def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange) -> None:
     """Writes the script, the environment and the config."""
     config = config_json(cfg, name=args.name, seed=args.seed)
-    log.print0(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
+    log.print0(f"{SOURCE.decode(errors='replace')}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
     log.print0(f"config: {config}", console=False)
     log.print0(f"data: {data.fingerprint}")

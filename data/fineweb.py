@@ -138,8 +138,7 @@ def fetch(out: Path, name: str, dataset: str = DATASET, check: Callable[[Path], 
         try:
             return check(path)
         except UserError as error:
-            tqdm.write(f"{name}: removing a broken file ({error})")
-            path.unlink()
+            tqdm.write(f"{name}: a broken file is there ({error}), which a new one is to replace")
     url = hf_hub_url(dataset, name, repo_type="dataset")
     check_settings(url)
     hub = get_hf_file_metadata(url)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -239,6 +240,22 @@ HOSTILE = {
 def test_what_a_file_holds_is_checked_before_memory_is_taken(copied, reason):
     torch.save(HOSTILE[reason](torch.load(copied)), copied)
     with pytest.raises(tg.UserError, match=f"^(cannot load )?{copied}: [^\n]*{reason}[^\n]*$"):
+        load_model(copied)
+
+
+@pytest.mark.parametrize("reason", ("compressed", "bytearray"))
+def test_a_file_that_would_take_more_memory_than_its_size_is_not_unpickled(copied, reason):
+    with zipfile.ZipFile(copied) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(copied, "w") as file:
+        for name, content in entries.items():
+            if name.endswith("/data.pkl") and reason == "compressed":
+                file.writestr(name, content + bytes(1 << 20), zipfile.ZIP_DEFLATED)
+            elif name.endswith("/data.pkl"):
+                file.writestr(name, b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x10tR.")  # 64 GiB
+            else:
+                file.writestr(name, content)
+    with pytest.raises(tg.UserError, match=f"^cannot read {copied}: [^\n]*{reason}[^\n]*$"):
         load_model(copied)
 
 

@@ -176,10 +176,11 @@ def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, wo
 
 
 def litter():
-    """Leaves a file, as NFS does when another machine has a removed one open, and a user's link."""
+    """Leaves a file, as NFS does when another machine has a removed one open, and a user's link and copy."""
     (folder,) = ATTEMPTS.glob("*.checkpoint")
     (folder / ".nfs0001").touch()
     (folder / "newest").symlink_to("step00000004")
+    (folder / "step00000004.backup").mkdir()
 
 
 @pytest.mark.slow
@@ -187,6 +188,7 @@ def test_other_files_beside_checkpoints_end_no_run(launch, tmp_path):
     faults = {0: FaultAtCall("save_checkpoint", 2, litter)}
     launch(tmp_path, "--checkpoint-every", 4, faults=faults).succeed()
     assert found_in_logs(tmp_path, r"^checkpoint: after step (\d+);") == {"4", "8"}
+    assert [path.name for path in tmp_path.rglob("step*")] == ["step00000004.backup"]
 
 
 # ---- killed while writing ----------------------------------------------------------------------------------

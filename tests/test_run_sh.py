@@ -181,6 +181,17 @@ def test_a_users_module_here_is_no_reason_for_another_environment(repository):
     assert "making .venv" not in run.text
 
 
+@pytest.mark.parametrize("is_link", (False, True))
+def test_an_environment_of_the_user_is_kept(repository, tmp_path, is_link):
+    (tmp_path / "mine").mkdir()
+    if is_link:
+        (repository / ".venv").symlink_to(tmp_path / "mine")
+    else:
+        (tmp_path / "mine").rename(repository / ".venv")
+    assert run(repository, "--data .", 1) == [] and "remove .venv" in run.text
+    assert (repository / ".venv").is_dir()
+
+
 def test_a_script_must_be_committed_before_a_race(ready):
     """A script that git does not know, a committed one, and the same when it was edited."""
     git = "git init -q && git add old.py && git -c user.name=I -c user.email=i@i commit -q -m Idea"
