@@ -54,9 +54,13 @@ if [[ $against && ! $tiny ]]; then
     if [[ -e .git ]] || git rev-parse >/dev/null 2>&1; then   # git itself says what it lacks
         git ls-files --error-unmatch -- "$script" >/dev/null && git diff --quiet HEAD -- "$script" ||
             die "commit $script first: a record's logs name a commit that has its script"
+        git cat-file -e "$(git hash-object -- "$against")" 2>/dev/null ||
+            die "--against: commit $against, too, or take one from a commit: git show COMMIT:train_gpt.py"
     fi
     [[ " ${args[*]}" == *' --set'* ]] || ! cmp -s "$script" "$against" ||
         die "$script and $against are the same"
+fi
+if [[ $name && ( $runs -gt 1 || $against ) ]]; then   # a table follows
     for folder in records/*/; do
         [[ ! -e "$folder${RUN_DATE}_$name" ]] ||
             die "$folder${RUN_DATE}_$name is there; remove it, or give another --name"
@@ -70,7 +74,7 @@ train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctr
         --nproc_per_node="$processes" "${tied[@]}" "$python" -u "$1" --seed="$seed" "${@:2}" </dev/null &
     set +m
     [[ ${tied[0]} == setpriv ]] || trap "kill $! 2>/dev/null" EXIT   # torchrun then ends its processes
-    wait $!
+    wait $! || { local status=$?; say "$1 failed: the first error above says why" >&2; exit $status; }
 }
 
 say "checking Python, the options and the data"
@@ -99,7 +103,7 @@ for (( end = seed + runs; seed < end; seed++ )); do
     train "$script" "${args[@]}"
     [[ ! $against ]] || train "$against" "${same[@]}" ${name:+--name="$name/baseline"}
 done
-[[ ! $tiny ]] || say "--tiny: the script runs; the loss after so few steps means nothing"
+[[ ! $tiny ]] || say "--tiny: $script ${against:+and $against }ran; the loss after so few steps means nothing"
 if [[ $name && ( $runs -gt 1 || $against ) ]]; then
     folder=$(ls -td records/*/"${RUN_DATE}_$name" | head -n 1)
     log=$(ls "$folder"/seed*.txt | head -n 1)

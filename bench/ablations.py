@@ -20,8 +20,8 @@ weights, and the runs of one seed begin with the same. p is that of the paired t
 of 0.05 or more is "not resolved", and decides nothing; one with a lower p is no proof: of 20 variants that
 change nothing, one is resolved.
 
-Runs are kept in --out, a JSON line each, and not repeated there with the same script, data, settings and
-seed.
+Runs are kept in --out, a JSON line each, and not repeated there with the same script, data, settings, seed,
+PyTorch and CPU instructions.
 
 Then come the times, unless --losses-only is given:
 
@@ -59,6 +59,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -84,7 +85,9 @@ class Variant(NamedTuple):
 
 def results_file(text: str) -> Path:
     """Returns the file of results of this name: an argparse type. Another kind of file is refused."""
-    target(text, rb"\s*(\{|\Z)")
+    path = target(text, rb"\s*(\{|\Z)")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"{path} cannot be written to; choose another place")
     return Path(text)
 
 
@@ -129,6 +132,8 @@ def script_of(files: list[str], script: Path, folder: Path) -> Path:
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if run.returncode:
             raise UserError(f"{patch} does not fit {script}: {run.stderr.strip()}")
+    if copy.read_bytes() == script.read_bytes():
+        raise UserError(f"{', '.join(patches)}: no change of train_gpt.py; a patch must name this file")
     return copy
 
 
@@ -195,7 +200,7 @@ def read_results(path: Path) -> dict[tuple, float]:
             fix = "remove this line, or give another --out"
             with tg.user_error_on(f"{path}:{i} is no run", fix, ValueError, LookupError, TypeError):
                 entry = json.loads(line)
-                done[tuple(entry["run"]), entry.get("data")] = float(entry["loss"])
+                done[tuple(entry["run"]), entry.get("data"), entry.get("on")] = float(entry["loss"])
     return done
 
 
@@ -303,10 +308,13 @@ def train_all(
     def train_once(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings
         digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
-        name = (digest, args.preset, " ".join(settings), seed), data_of(args.preset, settings)
+        run = digest, args.preset, " ".join(settings), seed
+        # Others round in another way, and a difference would have that in it.
+        on = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+        name = run, data_of(args.preset, settings), on
         if name not in done:
             result = train(scripts[label], args.preset, settings, seed)
-            row = json.dumps({"run": name[0], "data": name[1], "label": label} | result)
+            row = json.dumps({"run": run, "data": name[1], "on": on, "label": label} | result)
             with open(args.out, "a+") as file:
                 file.seek(0)
                 before = file.read()

@@ -101,6 +101,15 @@ def tied(command: list[str]) -> list[str]:
     return [sys.executable, "-I", "-c", end_with_parent, *command]
 
 
+def require_distinct(files: list[Path]) -> None:
+    """Raises UserError if a file is named twice, which would count it twice."""
+    known = set()
+    for path in files:
+        if path.resolve() in known:
+            raise UserError(f"{path} is named twice")
+        known.add(path.resolve())
+
+
 # ---- Outputs -----------------------------------------------------------------------------------------------
 
 

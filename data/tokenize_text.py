@@ -52,7 +52,16 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 from tqdm import tqdm
 
-from scripts import UserError, make_parser, number, replacing, run_script, target, unfinished
+from scripts import (
+    UserError,
+    make_parser,
+    number,
+    replacing,
+    require_distinct,
+    run_script,
+    target,
+    unfinished,
+)
 
 if TYPE_CHECKING:
     import tiktoken
@@ -276,7 +285,7 @@ def decode(document: Document) -> str:
     if not isinstance(record, dict):
         raise bad("no JSON object")
     if document.field not in record:
-        raise bad(f"no text under {document.field!r}; it has {', '.join(record)}: use --field")
+        raise bad(f"no text under {document.field!r}; it has {', '.join(map(repr, record))}: use --field")
     value = record[document.field]
     if not isinstance(value, str):
         raise bad(f"no text under {document.field!r}, but {json.dumps(value)[:40]}")
@@ -597,6 +606,7 @@ def check_splits(train: SplitWriter, val: SplitWriter, left_out: LeftOut) -> Non
 
 
 def run(args: argparse.Namespace) -> None:
+    require_distinct(args.files)
     total = sum(path.stat().st_size for path in args.files)
     for path in args.files:
         if path.is_dir():

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from generate import load, make_parser, number, run_script, tg, tokenize_text
 from saved_model import token_losses
+from scripts import require_distinct
 
 
 def parse_slices(text: str) -> tuple[int, int]:
@@ -120,6 +121,7 @@ def run(args: argparse.Namespace) -> None:
     tg.require(any(are_shards) or not args.slices, "--slices is for shards, SHARD.bin; no FILE is one")
     of_texts = args.passage_bytes or args.field != "text"
     tg.require(not all(are_shards) or not of_texts, "--passage-bytes and --field are for texts, not shards")
+    require_distinct(args.files)
     model, encoding = load(args.model)
     token_bytes = np.array([len(token) for token in tokenize_text.token_bytes(encoding)])
     size = args.passage_bytes or tokenize_text.PASSAGE_BYTES[encoding.name]

@@ -151,6 +151,9 @@ def test_a_patch_changes_a_copy_of_a_script(trained, tmp_path, monkeypatch):
     assert trained == [("one\n", 0, ""), ("three\n", 0, "x=1"), ("two\n", 0, ""), ("three\n", 0, "")]
     with pytest.raises(SystemExit, match="three.patch does not fit"):
         ablate("'x=1 three.patch'")
+    Path("new.patch").write_text("--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+1\n")
+    with pytest.raises(SystemExit, match="new.patch: no change of train_gpt.py"):
+        ablate("'x=1 new.patch'")
 
 
 def test_a_lower_loss_is_worth_steps():

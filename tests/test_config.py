@@ -211,6 +211,7 @@ def decay_and_count(average, steps):
     return math.prod(1 - rate for rate in rates if rate < 1), len(rates)
 
 
+@pytest.mark.pinned("the schedule of a preset")
 @pytest.mark.parametrize("preset", tg.PRESETS)
 def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
     cfg = tg.PRESETS[preset]

@@ -109,7 +109,9 @@ def test_a_tokens_distribution_is_the_training_forwards(run, change):
     document = tokens[:40].tolist()
     for i in range(40):
         probs = model.next_token_probs(document[: i + 1])
-        torch.testing.assert_close(probs[tokens[i + 1]], expected[i], rtol=0, atol=1e-6)
+        p = probs[tokens[i + 1]]
+        later = f"p is {p} without later tokens, {expected[i]} with them: the model sees them (records/referee.py)"
+        torch.testing.assert_close(p, expected[i], rtol=0, atol=1e-6, msg=later)
         assert probs.shape == (cfg.vocab_size,)  # so neither padding nor the pointer's column can be drawn
         if change == "padded_vocab=258":
             assert probs.sum() == pytest.approx(1, abs=1e-6)
@@ -359,6 +361,7 @@ loss no.pt latin.txt --slices 0:1 -> --slices is for shards
 loss no.pt bos.bin --field body -> are for texts, not shards
 loss no.pt bos.bin even.bin --passage-bytes 9 -> are for texts, not shards
 loss huge.pt long.txt -> a loss is not finite
+loss no.pt long.txt ./long.txt -> long.txt is named twice
 loss m.pt corpus/tiny_val_000000.bin --slices 3:6 -> has 5 slices
 loss m.pt even.bin --slices 0:2 -> has 1 slices
 loss m.pt even.bin --slices 3:3 -> FIRST:END

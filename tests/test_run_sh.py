@@ -193,17 +193,25 @@ def test_an_environment_of_the_user_is_kept(repository, tmp_path, is_link):
 
 
 def test_a_script_must_be_committed_before_a_race(ready):
-    """A script that git does not know, a committed one, and the same when it was edited."""
+    """A script that git does not know, a committed one, and the same when it was edited. The baseline's text
+    must be in git, under any name.
+    """
     git = "git init -q && git add old.py && git -c user.name=I -c user.email=i@i commit -q -m Idea"
     subprocess.run(git, shell=True, cwd=ready, check=True)
     race = "--against train_gpt.py --name Idea"
     assert run(ready, race, 1) == [] and "commit train_gpt.py first" in run.text
-    assert len(run(ready, f"old.py {race}")) > 2
+    (ready / "edited.py").write_text("slower")
+    assert "commit edited.py, too" in refused(ready, "old.py --against edited.py --name Idea")
+    subprocess.run("git add edited.py && mv edited.py before.py", shell=True, cwd=ready, check=True)
+    assert len(run(ready, "old.py --against before.py --name Idea")) > 2
     (ready / "old.py").write_text("edited")
-    assert "commit old.py first" in refused(ready, f"old.py {race}")
+    assert "commit old.py first" in refused(ready, "old.py --against before.py --name Idea")
     # As in a folder of another user, which git does not trust.
     (ready / ".git/HEAD").unlink()
-    assert run(ready, f"old.py {race}", 1) == [] and "fatal: not a git repository" in run.text
+    assert (
+        run(ready, "old.py --against before.py --name Idea", 1) == []
+        and "fatal: not a git repository" in run.text
+    )
 
 
 def test_a_tiny_race_is_a_rehearsal(ready):
@@ -220,6 +228,7 @@ def test_seeds_count_up_and_a_table_of_named_runs_follows(ready):
     commands = run(ready, "--runs 2 --seed 8 --name Idea")
     assert re.findall(r"run .*--seed=(\d+)", "\n".join(commands)) == ["8", "9"]
     assert commands[-1] == f"records/compare.py --begin records/cpu/{date.today()}_Idea"
+    assert "give another --name" in refused(ready, "--runs 2 --seed 10 --name Idea")
     assert "train_gpt.py" in run(ready, "--name Alone")[-1]
 
 
