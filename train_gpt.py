@@ -4233,9 +4233,7 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
     tensors = {"p": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "grad": grad}
     if "muls" in state:
         tensors["lr_mul"], tensors["decay_mul"] = state["muls"]
-    # As vectors, so that code compiled for any length serves every parameter. On a CPU they are updated in
-    # chunks, so that intermediate results stay in its cache.
-    size = p.numel() if p.is_cuda else 1 << 16
+    # As vectors, so that code compiled for any length serves every parameter.
     vectors = {name: t.view(-1) for name, t in tensors.items()}
     hyper = dict(
         one_minus_beta1=1 - beta1,
@@ -4244,18 +4242,12 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
         decay=host_scalar(decay, dtype),
         eps=cfg.adam_eps,
     )
-    for chunk in split_tensors(vectors, size):
-        adam_update(**chunk, **hyper)
-
-
-def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Yields successive parts of tensors of equal length, by their names; `size` rows each."""
-    if size >= len(tensors["p"]):  # as on a GPU: 54 splits a step would take 0.2 ms of its host
-        yield tensors
+    if p.is_cuda:
+        adam_update(**vectors, **hyper)
         return
-    parts = [t.split(size) for t in tensors.values()]
-    for chunk in zip(*parts):
-        yield dict(zip(tensors, chunk))
+    # On a CPU in parts, so that intermediate results stay in its cache.
+    for parts in zip(*(vector.split(1 << 16) for vector in vectors.values())):
+        adam_update(**dict(zip(vectors, parts)), **hyper)
 
 
 @compiled
@@ -4377,17 +4369,17 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
-    # In chunks on a CPU, as in adam().
-    size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
-    hyper = dict(
+    anvil_update(
+        p,
+        grad,
+        **state,
+        cfg=cfg,
         fast_rate=host_scalar(1 - plan.fast_beta, dtype),
         fast_weight=host_scalar(plan.fast_weight, dtype),
         momentum=host_scalar(plan.momentum, dtype),
         lr=host_scalar(lr, dtype),
         decay=host_scalar(decay, dtype),
     )
-    for chunk in split_tensors({"p": p, "grad": grad} | state, size):
-        anvil_update(cfg=cfg, **chunk, **hyper)
 
 
 @compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
@@ -4406,7 +4398,7 @@ def anvil_update(
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """Computes anvil() for a chunk of matrices, with anvil_init's names of their state."""
+    """Computes anvil(), with anvil_init's names of the state."""
     x = nesterov_momentum(
         grad,
         fast_momentum,
