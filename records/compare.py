@@ -136,7 +136,7 @@ VALIDATION = pattern(
 )
 # The loss is the line's own step's in public logs, in ours the last that had arrived, with its step.
 TRAINING = pattern(
-    r"step:(INT)/INT (?:train_loss:(NUM) )?train_time:(DECIMAL|-)(ms|s) step_avg:NUMms"
+    r"step:(INT)/(INT) (?:train_loss:(NUM) )?train_time:(DECIMAL|-)(ms|s) step_avg:NUMms"
     r"(?: train_loss:(NUM)@(INT))?[ \t\r]*(?=\n)"
 )
 # The first logs of 2024, written by llm.c: no times, no number of steps.
@@ -348,7 +348,7 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
         else:
             header = read_header(decode(text[header_start : start + 1]), path, header)
             curve = [point for position, point in validations.items() if start <= position < end]
-            training = read_training(text[start : end + 1])
+            training = read_training(text[start : end + 1], path)
             total = last.total
             if total is None and curve and curve[-1].step == last.step:
                 total = last.step  # llm.c does not log it, but validates the last step
@@ -396,14 +396,21 @@ def seconds(time: bytes, unit: bytes) -> float | None:
     return float(time) / (1000 if unit == b"ms" else 1)
 
 
-def read_training(text: bytes) -> list[Point]:
-    """Returns the training losses in a run's lines, of each step once."""
+def read_training(text: bytes, path: str) -> list[Point]:
+    """Returns the training losses in a run's lines, of each step once. Raises UserError if one is too late.
+
+    A curve has a place for each step, so a damaged number of a step could take all memory.
+    """
     times: dict[int, float | None] = {}
     losses: dict[int, float] = {}
-    for step, loss, time, unit, late_loss, at in TRAINING.findall(text):
+    for step, total, loss, time, unit, late_loss, at in TRAINING.findall(text):
         times[int(step)] = seconds(time, unit)
         if loss or late_loss:
-            losses[int(at or step)] = float(loss or late_loss)
+            of = int(at or step)
+            if of > int(step) or of > int(total) > 0:  # llm.c's total is 0
+                line = f"step:{int(step)}/{int(total)}"
+                raise UserError(f"{path}: the line {line} has a loss of step {of}: mend or remove the line")
+            losses[of] = float(loss or late_loss)
     return [Point(step, loss, times.get(step)) for step, loss in losses.items()]
 
 

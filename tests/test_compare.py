@@ -705,7 +705,10 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
     Path("twice.txt").write_text('config: {}\nconfig: {"seed": 1}\n' + steps())
     Path("dangling.txt").symlink_to("nowhere")
     Path("binary.txt").write_bytes(bytes(range(256)) * 40)
-    others = "broken.txt twice.txt dangling.txt binary.txt gone.txt *.missing"
+    late = "step:8/9 train_time:1ms step_avg:1ms train_loss:1.2@"
+    Path("late.txt").write_text(f"{late}9\n")
+    Path("beyond.txt").write_text(f"{late.replace('8/9', '80/9')}80\n")
+    others = "broken.txt twice.txt dangling.txt binary.txt late.txt beyond.txt gone.txt *.missing"
     code, out, err = run(f"latin.txt {others} a=")
     assert code == 2 and "NVIDIA H\ufffd" in out
     named = re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE)
