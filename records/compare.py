@@ -565,7 +565,10 @@ def find_logs(path: str) -> list[list[Path]]:
     in_folder = []
     in_subfolders = []
     for file in sorted(folder.rglob("*")):
-        if file.suffix.lower() not in SUFFIXES or file.name == referee.FILE_NAME or file.is_dir():
+        if file.suffix.lower() not in SUFFIXES or file.name == referee.FILE_NAME:
+            continue
+        # A FIFO would be waited for. A link to nothing is an error when it is read.
+        if file.exists() and not file.is_file():
             continue
         if file.parent == folder:
             in_folder.append(file)

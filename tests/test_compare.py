@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import resource
 import shlex
@@ -262,6 +263,15 @@ def test_files_that_are_no_logs_by_name_are_named(run):
     out, err = read_json(run, "runs")
     assert out["groups"][0]["n"] == 2
     assert re.findall("runs/(.*): not read", err) == ["seed2.md", "seed3.txt.gz"]
+
+
+def test_a_fifo_is_no_log_of_a_folder(run):
+    """A link to a log is one, and a link to nothing must be named."""
+    write("runs", 3.27)
+    os.mkfifo("runs/fifo.log")
+    Path("runs/gone.log").symlink_to("nowhere")
+    Path("runs/link.log").symlink_to("0.txt")
+    assert [file.name for file in compare.find_logs("runs")[0]] == ["0.txt", "gone.log", "link.log"]
 
 
 def test_repeats_are_dropped(run):
