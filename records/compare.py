@@ -64,6 +64,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -968,7 +969,7 @@ def ask_referee(run: Run) -> list[str]:
         verdict = referee.read_verdict(path)
         if digits and verdict.script_hash.startswith(digits[:-1]) and verdict.preset == preset:
             return [] if verdict.passed else [f"{path} does not say ok to each rule"]
-    command = f"python records/referee.py {name} --preset {preset} --log {run.path}"
+    command = shlex.join(["python", "records/referee.py", name, "--preset", preset, "--log", run.path])
     return [f"there is no {path} of this script: `{command}` makes it"]
 
 
@@ -1134,7 +1135,7 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
     command = os.environ.get("RUN_COMMAND")
     if command:
         parts.append(textwrap.indent(command, "    "))
-    parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
+    parts += [f"What `python records/compare.py {shlex.join(paths)}` prints:", textwrap.indent(table, "    ")]
     write_page(path, "\n\n".join(parts) + "\n")
     return f"{path} is begun, with the table below; say in it what was changed, in the title in a few words"
 

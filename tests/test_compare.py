@@ -418,10 +418,10 @@ def test_logs_that_name_no_track_are_no_record_of_this_project(run):
 
 
 NO_VERDICT = (
-    "no, because there is no new/referee.txt of this script: "
-    "`python records/referee.py train_gpt.py --preset record --log new/0.txt` makes it, although the mean"
+    "no, because there is no my new/referee.txt of this script: "
+    "`python records/referee.py train_gpt.py --preset record --log 'my new/0.txt'` makes it, although the mean"
 )
-NOT_OK = "no, because new/referee.txt does not say ok to each rule"
+NOT_OK = "no, because my new/referee.txt does not say ok to each rule"
 REFEREES = {  # what referee.txt says; what the verdict says
     "ok": ({}, "yes, because the mean loss"),
     "other script": ({"script_hash": "4567"}, NO_VERDICT),
@@ -431,16 +431,16 @@ REFEREES = {  # what referee.txt says; what the verdict says
 
 
 def test_a_record_needs_the_referee(run, monkeypatch):
-    """Presets without a referee need none."""
+    """Presets without a referee need none. The command that makes its verdict can be pasted."""
     write_group("base", 95)
-    write_group("new", 90)
-    assert last_line(run, "base new").startswith("record: yes")
+    write_group("my new", 90)
+    assert last_line(run, "base 'my new'").startswith("record: yes")
     monkeypatch.setattr(referee, "PRESETS", ["record"])
-    assert last_line(run, "base new").startswith(f"record: {NO_VERDICT}")
+    assert last_line(run, "base 'my new'").startswith(f"record: {NO_VERDICT}")
     for says, answer in REFEREES.values():
-        write_referee("new", **says)
-        assert last_line(run, "base new").startswith(f"record: {answer}")
-    assert "referee" not in run("new")[1]  # it is no log
+        write_referee("my new", **says)
+        assert last_line(run, "base 'my new'").startswith(f"record: {answer}")
+    assert "referee" not in run("'my new'")[1]  # it is no log
 
 
 def test_a_run_in_both_groups_makes_no_record(run):
@@ -491,6 +491,9 @@ def test_a_records_readme_is_begun_once(run, monkeypatch):
     out = run(f"--begin {Path(folder).absolute()}/")[1]
     assert f". Remove {folder}, or" in out.splitlines()[-1] and ". Remove" not in readme.read_text()
     assert f"why.)\n\nWhat `python records/compare.py {folder}/baseline {folder}`" in readme.read_text()
+    write("my idea", 3.27)
+    run("--begin 'my idea'")
+    assert "compare.py 'my idea'` prints" in Path("my idea/README.md").read_text()
 
 
 # -------------------------------------------------------------------------------------- a run in several logs
