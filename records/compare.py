@@ -1487,11 +1487,15 @@ def leaderboard(records: list[Record]) -> str:
     rows = []
     for record in records:
         if record.track == "cpu":
-            title, _, _ = (record.folder / "README.md").read_text(encoding="utf-8").partition("\n")
+            readme = record.folder / "README.md"
+            line, _, _ = readme.read_text(encoding="utf-8-sig").partition("\n")
+            title = line.lstrip("# ").strip()
+            if not title:
+                raise UserError(f"{readme}: its first line has no title: write one, such as '# Wider windows'")
             day, name = record.folder.name.split("_", 1)
             link = f"[{name}](records/cpu/{record.folder.name})"
             time, _, _ = time_change(record).partition(",")
-            rows.append([day, link, title.lstrip("# "), time])
+            rows.append([day, link, title, time])
     return "\n".join(markdown_table(LEADERBOARD_COLUMNS, rows))
 
 

@@ -782,7 +782,8 @@ def records(tmp_path, monkeypatch):
     """Writes another records/: a listed record, and one that is not listed yet."""
     folder = tmp_path / "records"
     write(folder / FIRST, cpu_log(1.06, 100), cpu_log(1.061, 102), "no log")
-    (folder / FIRST / "README.md").write_text("# First: the preset\n\nMore.\n")
+    # Some editors write a byte order mark.
+    (folder / FIRST / "README.md").write_text("\ufeff# First: the preset\n\nMore.\n")
     commits = "12ab (clean)", "56cd (modified)", "78ef (??)"
     write(folder / NEXT, *map(cpu_log, [1.06, 1.061, 1.062], [90, 92, 91], commits))
     (folder / NEXT / "README.md").write_text("# Next, which is faster\n")
@@ -864,11 +865,13 @@ def test_a_listed_record_is_listed_only_in_its_place(run, records):
     assert list(map(compare.is_listed, places)) == [True, False, False]
 
 
-def test_no_page_is_written_if_one_lacks_its_marks_or_a_log_is_broken(run, records):
+def test_no_page_is_written_if_marks_or_a_title_are_missing_or_a_log_is_broken(run, records):
     before = (records / "README.md").read_text()
     Path("README.md").write_text("mine\n")
     assert "/README.md: needs a line <!-- leaderboard -->" in run("--update")[2]
     Path("README.md").write_text(FRONT)
+    (records / FIRST / "README.md").write_text("\n# Late\n")
+    assert f"{FIRST}/README.md: its first line has no title: " in run("--update")[2]
     write(records / NEXT, "config: {broken}\n" + steps())
     assert run("--update")[0] == 2
     assert (records / "README.md").read_text() == before
