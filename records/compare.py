@@ -46,7 +46,8 @@ group's first 10 % of steps.
 --begin prints the table of a new record, beside that of its `baseline/` if there is one, and begins its
 README.md if there is none. If it is no record, it says what to do with the folder. --update writes the
 records' tables in README.md and records/README.md, and draws the curves.png of a record if its logs or the
-drawing code have changed. It lists a new folder only if it is a record over its `baseline/`.
+drawing code have changed. It lists a new folder only if it is a record over its `baseline/`, and none of its
+runs is in another record.
 
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
@@ -739,7 +740,7 @@ def is_listed(path: str | Path) -> bool:
 
 def warn_of_baseline(group: Group, base: Group) -> None:
     """Adds notes on what differs between the group and its baseline, or should."""
-    same = {run.identity for run in group.counted} & {run.identity for run in base.counted}
+    same = shared(group, base)
     if same:
         group.faults.append(f"{len(same)} of its runs are {possessive(base.label)}, too")
     for name in differences(group, base):
@@ -751,6 +752,11 @@ def warn_of_baseline(group: Group, base: Group) -> None:
             f"it has {steps} steps and {base.label} {base_steps}: "
             "only the p (mean < target) of its own runs shows its loss"
         )
+
+
+def shared(group: Group, base: Group) -> set[str]:
+    """Returns the identities of the runs that count in both groups."""
+    return {run.identity for run in group.counted} & {run.identity for run in base.counted}
 
 
 def differences(group: Group, base: Group) -> list[str]:
@@ -1445,15 +1451,17 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
         folders += HERE.glob(f"{track}/{DATED}")
     records = []
     refused = []
-    for folder in sorted(folders):
+    # Listed ones first, so that of a record and its copy the copy is refused, whatever its date is.
+    for folder in sorted(folders, key=lambda folder: (not is_listed(folder), folder)):
         groups, unreadable = read_groups(with_baseline(folder), None)
         errors += unreadable
         record = Record(folder, groups)
-        reason = "" if is_listed(folder) else refuse(record)
+        reason = "" if is_listed(folder) else refuse(record, records)
         if reason:
             refused.append(f"{folder}: not listed, because {reason}")
         else:
             records.append(record)
+    records.sort(key=lambda record: record.folder)
     return records, refused
 
 
@@ -1462,8 +1470,11 @@ def with_baseline(folder: Path) -> list[str]:
     return [*map(str, folder.glob("baseline")), str(folder)]
 
 
-def refuse(record: Record) -> str:
-    """Returns why a new folder holds no record, "" if it holds one."""
+def refuse(record: Record, others: list[Record]) -> str:
+    """Returns why a new folder holds no record beside the others, "" if it holds one."""
+    for other in others:
+        if any(shared(record.group, group) for group in other.groups):
+            return f"runs of it are in {other.folder}, too: make new runs, or remove the copies"
     if record.group.distinct(WITHIN["tracks"]) not in ([], [record.track]):
         return f"its runs are not of the track `{record.track}`"
     if len(record.groups) == 1:
@@ -1491,7 +1502,7 @@ def leaderboard(records: list[Record]) -> str:
             line, _, _ = readme.read_text(encoding="utf-8-sig").partition("\n")
             title = line.lstrip("# ").strip()
             if not title:
-                raise UserError(f"{readme}: its first line has no title: write one, such as '# Wider windows'")
+                raise UserError(f"{readme}: its first line has no title: write '# ' and a few words")
             day, name = record.folder.name.split("_", 1)
             link = f"[{name}](records/cpu/{record.folder.name})"
             time, _, _ = time_change(record).partition(",")

@@ -419,7 +419,7 @@ def test_logs_that_name_no_track_are_no_record_of_this_project(run):
 
 NO_VERDICT = (
     "no, because there is no my new/referee.txt of this script: "
-    "`python records/referee.py train_gpt.py --preset record --log 'my new/0.txt'` makes it, although the mean"
+    "`python records/referee.py train_gpt.py --preset record --log 'my new/0.txt'` makes it, although the "
 )
 NOT_OK = "no, because my new/referee.txt does not say ok to each rule"
 REFEREES = {  # what referee.txt says; what the verdict says
@@ -857,6 +857,13 @@ def test_what_is_no_record_is_not_listed(run, records, change, reason):
     assert code == 2
     assert re.fullmatch(rf"compare.py: \S*{NEXT}: not listed, because .*{reason}.*\n", err)
     assert "Next" not in (records / "README.md").read_text()
+
+
+def test_a_copy_of_a_listed_record_is_refused_though_its_date_is_earlier(records):
+    shutil.copytree(records / FIRST, records / "cpu/2026-01-01_Copy")
+    found, (reason,) = compare.read_records([])
+    assert f"_Copy: not listed, because runs of it are in {records / FIRST}, too" in reason
+    assert [record.folder for record in found] == [records / FIRST, records / NEXT]
 
 
 def test_a_listed_record_is_listed_only_in_its_place(run, records):
