@@ -47,7 +47,7 @@ group's first 10 % of steps.
 README.md if there is none. If it is no record, it says what to do with the folder. --update writes the
 records' tables in README.md and records/README.md, and draws the curves.png of a record if its logs or the
 drawing code have changed. It lists a new folder only if it is a record over its `baseline/`, and none of its
-runs is in another record.
+runs is in another record. It writes nothing if fewer runs of a listed record count than its row says.
 
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
@@ -410,8 +410,8 @@ def read_training(text: bytes, path: str) -> list[Point]:
         if loss or late_loss:
             of = int(at or step)
             if of > int(step) or of > int(total) > 0:  # llm.c's total is 0
-                line = f"step:{int(step)}/{int(total)}"
-                raise UserError(f"{path}: the line {line} has a loss of step {of}: mend or remove the line")
+                at = f"step {int(step)} of {int(total)}"
+                raise UserError(f"{path}: a line of {at} has the loss of step {of}: mend that line")
             losses[of] = float(loss or late_loss)
     return [Point(step, loss, times.get(step)) for step, loss in losses.items()]
 
@@ -735,7 +735,13 @@ def is_listed(path: str | Path) -> bool:
         folder = folder.parent
     if folder.name == "baseline":
         folder = folder.parent
-    return f"]({os.path.relpath(folder, HERE)}) |" in (HERE / "README.md").read_text(encoding="utf-8")
+    return folder in listed_runs()
+
+
+def listed_runs() -> dict[Path, int]:
+    """Returns the folders in the tables of records/README.md, and how many runs each has there."""
+    rows = re.findall(r"\]\(([^)]+)\) \| (\d+) \|", (HERE / "README.md").read_text(encoding="utf-8"))
+    return {HERE / folder: int(runs) for folder, runs in rows}
 
 
 def warn_of_baseline(group: Group, base: Group) -> None:
@@ -1446,17 +1452,22 @@ class Record:
 
 def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
     """Returns the records, and why other folders hold none. Adds what could not be read to `errors`."""
-    folders: list[Path] = []
+    listed = listed_runs()
+    folders = set(listed)  # also those that are missing, which is an error
     for track in tracks.TRACKS:
-        folders += HERE.glob(f"{track}/{DATED}")
+        folders.update(HERE.glob(f"{track}/{DATED}"))
     records = []
     refused = []
     # Listed ones first, so that of a record and its copy the copy is refused, whatever its date is.
-    for folder in sorted(folders, key=lambda folder: (not is_listed(folder), folder)):
+    for folder in sorted(folders, key=lambda folder: (folder not in listed, folder)):
         groups, unreadable = read_groups(with_baseline(folder), None)
         errors += unreadable
         record = Record(folder, groups)
-        reason = "" if is_listed(folder) else refuse(record, records)
+        count = len(record.group.counted)
+        before = listed.get(folder, 0)
+        if count < before and not unreadable:
+            errors.append(f"{folder}: {count} of its {before} listed runs count: restore the other logs")
+        reason = "" if folder in listed else refuse(record, records)
         if reason:
             refused.append(f"{folder}: not listed, because {reason}")
         else:
@@ -1500,7 +1511,7 @@ def leaderboard(records: list[Record]) -> str:
         if record.track == "cpu":
             readme = record.folder / "README.md"
             line, _, _ = readme.read_text(encoding="utf-8-sig").partition("\n")
-            title = line.lstrip("# ").strip()
+            title = line.lstrip("# \t")
             if not title:
                 raise UserError(f"{readme}: its first line has no title: write '# ' and a few words")
             day, name = record.folder.name.split("_", 1)
@@ -1571,7 +1582,7 @@ def draw_if_changed(picture: Any, path: Path) -> None:
 def update() -> list[str]:
     """Writes tables and pictures. Returns what is no record.
 
-    If something could not be read, writes nothing, and returns that.
+    If something could not be read, or a listed record has lost runs, writes nothing, and returns that.
     """
     errors: list[str] = []
     records, refused = read_records(errors)

@@ -790,7 +790,7 @@ def records(tmp_path, monkeypatch):
     write(folder / NEXT / "baseline", *map(cpu_log, [1.06, 1.061, 1.062], [100, 101, 101.5]))
     write_referee(folder / NEXT, preset="cpu")
     # First is listed, from times when nothing was asked.
-    listed = f"<!-- records -->\n| [First]({FIRST}) |\n<!-- /records -->\n"
+    listed = f"<!-- records -->\n| 2026-01-02 | [First]({FIRST}) | 2 |\n<!-- /records -->\n"
     (folder / "README.md").write_text(f"# Records\n{listed}after\n")
     (tmp_path / "README.md").write_text("before\n<!-- leaderboard -->\nold\n<!-- /leaderboard -->\n")
     monkeypatch.setattr(compare, "HERE", folder)
@@ -864,6 +864,22 @@ def test_a_copy_of_a_listed_record_is_refused_though_its_date_is_earlier(records
     found, (reason,) = compare.read_records([])
     assert f"_Copy: not listed, because runs of it are in {records / FIRST}, too" in reason
     assert [record.folder for record in found] == [records / FIRST, records / NEXT]
+
+
+LOST = {  # what happens to a listed record's folder, and what --update says
+    "a run": (lambda folder: (folder / "0.txt").unlink(), "1 of its 2 listed runs count"),
+    "all": (shutil.rmtree, "no such file or folder"),
+}
+
+
+@pytest.mark.parametrize("change, says", LOST.values(), ids=LOST)
+def test_tables_stay_if_a_listed_record_has_lost_runs(run, records, change, says):
+    change(records / FIRST)
+    before = (records / "README.md").read_text()
+    code, _, err = run("--update")
+    assert code == 2
+    assert re.fullmatch(rf"compare.py: \S*/{FIRST}: {says}.*\n", err)
+    assert (records / "README.md").read_text() == before
 
 
 def test_a_listed_record_is_listed_only_in_its_place(run, records):
