@@ -18,11 +18,11 @@ The words preset has GPT-2's tokens, for two cores: it tests what depends on the
 
 Sections, in the order of reading: a run's settings, a step, the model; then what these rest on
     1  This text, imports
-    2  Settings     layer, parameter and stage tables; the presets
+    2  Settings     layer, parameter and stage tables; the presets; shapes and initial values of parameters
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Helpers      a user's errors, labels in traces, compilation, CUDA graphs, dtypes
     5  Step         what a batch holds; train_step, forward_backward, validate
-    6  Model        GPT: embeddings, layers, the head with its loss; shapes and initial values of parameters
+    6  Model        GPT: embeddings, layers, the head with its loss
     7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
     8  Operations   in plain torch, some with Triton kernels: norm, rotary embedding, attention, FP8, squared
                     ReLU, loss, copy pointer, rows of tables; the backend of a run, which chooses
@@ -44,10 +44,10 @@ Dq and Dv are the widths of a head's queries and values. In code, F is torch.nn.
 
 The stream is the residual stream. x0 is the tokens' embeddings, smeared and normed, with which it begins; in
 layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
-that it updates. The touched rows of a table are those that a batch looks up. After some steps a running
-average of a parameter ticks: it moves towards the parameter. ANVIL is the optimizer of the banks, a
-descendant of Muon (section 11). MUDD (section 6) mixes earlier streams in, with weights that small MLPs
-compute for each token. Up to the untie step lm_head and the token embedding embed have equal values.
+that it updates. The touched rows of a table are those that batches have looked up since its last update.
+After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
+optimizer of the banks, a descendant of Muon (section 11). MUDD (section 6) mixes earlier streams in, with
+weights that small MLPs compute for each token. Up to the untie step lm_head and the token embedding embed have equal values.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 
 
 # ============================================================================================================
-# 2  Settings. What a reader edits: tables of layers, parameters and stages, and fields for the rest; presets.
+# 2  Settings. What a reader edits: tables of layers, parameters and stages, and fields for the rest; presets;
+#    then gates, and the parameters' shapes and initial values.
 # ============================================================================================================
 
 DType = Literal["bfloat16", "float32", "float64"]
@@ -135,9 +136,9 @@ Fraction = Annotated[float, 0, 1]
 # moves at each tick. What averages gradients, such as betas and slow_rate, is a Fraction, and stays as it is.
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
-# A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
-# summed in between. Adam's and the n-grams' betas and decay are stated for the first number; ANVIL takes no
-# account of the interval.
+# A pair: steps between two updates before Config.late_updates_from, and from that step on; of lm_head and
+# embed 1, 1 or 2, 2. Gradients are summed in between. Adam's and the n-grams' betas and decay are stated for
+# the first number; ANVIL takes no account of the interval.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 
@@ -225,14 +226,15 @@ class ParamSpec:
     # head: lm_head, whose gradient the head's backward sums in main_grad.
     # bank: a stack of matrices, padded so that each rank owns equally many. The backwards of matrix products
     #     sum its gradient in main_grad. GPT.layer_weights() gives its matrices to the layers.
-    # tokens: a table, of which each token selects a row. GPT.trunk finds the rows in looked_up[name].
-    # hashed: bigram_embed alone, of which a bigram's hash selects a row. Another such table needs a kind of
-    #     its own, also in is_table, SELECTORS and CLASSES; a field of MicroBatch, which make_micro_batch()
-    #     fills with its rows; their segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
+    # table: each token looks up rows, whose numbers are in the field of MicroBatch that rows_by names.
+    #     inputs: one row, the token's; GPT.trunk finds these rows in looked_up[name]. hashed_rows:
+    #     bigram_embed alone. Another index is a field of MicroBatch, which make_micro_batch() fills; its
+    #     segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
     # Gradients of banks, tables and lm_head do not come from autograd: the products' backwards and add_rows()
     # write them (of banks only with Config.main_grad). So GPT.trunk and pointer_inputs may read only small
     # parameters as self.NAME. Banks are in `banks`, tables in `looked_up`.
-    kind: Literal["small", "head", "bank", "tokens", "hashed"] = "small"
+    kind: Literal["small", "head", "bank", "table"] = "small"
+    rows_by: Literal["", "inputs", "hashed_rows"] = ""
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, so that a gather goes on while
@@ -247,10 +249,6 @@ class ParamSpec:
     reduction: Literal["collective", "fp32"] = "collective"
     matrix_lr_mul: tuple[float, ...] = ()  # ANVIL: factors of successive matrices, repeating
 
-    @property
-    def is_table(self) -> bool:
-        return self.kind in ("tokens", "hashed")
-
 
 # fmt: off
 Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
@@ -258,7 +256,7 @@ Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update
 # Gradients are exchanged in this order: the n-grams' come first, and the small parameters' last. Names are
 # record 92's, where it has the parameter.
 PARAMS = (
-    #     name              lr_mul wd_mul kind      exchange
+    #     name              lr_mul wd_mul kind     rows_by        exchange
     Bank("qk_bank"),
     Bank("narrow_qk_bank"),
     Bank("vo_bank"),
@@ -283,11 +281,13 @@ PARAMS = (
     # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows
     # alone, as a rank's block is some of the rows.
     ParamSpec("lm_head",          1.00, 150, "head", update_order=2, betas=(0.50, 0.95)),
-    ParamSpec("bigram_embed",    75.00,   5, "hashed", "sparse", update_order=1, betas=(0.75, 0.95)),
-    ParamSpec("value_embeds",    70.00,   5, "tokens", "sparse", update_order=5, betas=(0.75, 0.95),
-          update_every=(2, 4)),
+    ParamSpec("bigram_embed",    75.00,   5, "table", "hashed_rows", "sparse", update_order=1,
+          betas=(0.75, 0.95)),
+    ParamSpec("value_embeds",    70.00,   5, "table", "inputs",      "sparse", update_order=5,
+          betas=(0.75, 0.95), update_every=(2, 4)),
     # Until the untie step it is the transpose of lm_head.
-    ParamSpec("embed",            1.00, 150, "tokens", "sparse", update_order=3, betas=(0.50, 0.95)),
+    ParamSpec("embed",            1.00, 150, "table", "inputs",      "sparse", update_order=3,
+          betas=(0.50, 0.95)),
 )
 # fmt: on
 
@@ -384,8 +384,9 @@ class Config:
 
     A new switch also needs a row of PARTS in tests/test_switches.py. A new number needs a row of ADDED in
     evals/saved_model.py, for models saved before. Constants that are no settings: GATE_DIM, MUDD_SCALE, the
-    initial values of param_table() and the numbers of rotary_family() in section 6, NORM_EPS, FP8_* and
-    PROB_FLOOR in 8, ANVIL_MAPS and ROW_EPS in 11, COPY_LENGTHS and COLUMN_STRIDE in 13.
+    initial values of param_table(), gate_table() and MUDD_OUTPUTS below, the numbers of rotary_family() in
+    section 6, NORM_EPS, FP8_* and PROB_FLOOR in 8, ANVIL_MAPS and ROW_EPS in 11, COPY_LENGTHS, COLUMN_STRIDE
+    and HASH_MULTIPLIER in 13; and untie_step().
     """
 
     # data and goal
@@ -474,7 +475,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # Of what ANVIL updates, the banks, down to fast_weight:
+    # Of what ANVIL updates, the banks, down to fast_weight; momentum_* above are ANVIL's, too:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -530,7 +531,7 @@ class Config:
         return any(any(stage.prefix) for stage in self.stages)
 
 
-RECORD = Config()  # PRESETS (section 14) has the presets, each rescaled by its `length`
+RECORD = Config()
 
 # All layers of the record preset, at widths that two laptop cores train in a minute or two, on bytes.
 CPU = replace(
@@ -651,6 +652,252 @@ WORDS = replace(
     adam_lr=0.02,
     bank_lr=0.018,
 )
+
+# A new preset goes here. PRESETS (section 14) has them by name, each rescaled by its `length`.
+ALL_PRESETS = (RECORD, CPU, WORDS)
+
+
+# ---- Gates, the small MLPs' outputs; parameters' shapes and initial values ---------------------------------
+
+# A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
+# products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
+# outputs. GPT.scalars has two numbers for each layer, then those of the smear and of the skip.
+LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
+
+
+# The parameters of two small MLPs are stacked along their first axis.
+# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
+TO_LAYER, TO_HEAD = 0, 1
+# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
+EARLY, LATE = 0, 1
+
+
+class Gate(NamedTuple):
+    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
+    is used without a sigmoid; only that of xsa goes through a tanh.
+
+    Another gate is a field of Layer, a line of gate_table(), and gates[use, i] where it acts: in
+    GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
+    embeddings and the pointer have gates of other kinds, which do not come from here.
+    """
+
+    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
+    use: str
+    layer: int
+    columns: int  # one, or one a head
+    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
+
+
+def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
+    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
+
+    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layers after it.
+    """
+    early: list[Gate] = []
+    late: list[Gate] = []
+    layers = []  # each layer's number, the layer itself, and the table of its gates
+    for i, layer in enumerate(cfg.layers):
+        table = late if i > cfg.skip_from else early
+        layers.append((i, layer, table))
+    for i, layer, table in layers:
+        if layer.xsa:
+            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+    for i, layer, table in layers:
+        if layer.gate:
+            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+    for i, layer, table in layers:
+        if layer.x0:
+            table.append(Gate("x0", i, columns=1, bias=0.0))
+        if layer.ngram:
+            table.append(Gate("ngram", i, columns=1, bias=0.5))
+    if cfg.skip_to < len(cfg.layers):
+        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    return early, late
+
+
+def used_scalars(cfg: Config) -> list[LayerScalars]:
+    """Returns which of its scalars each layer uses."""
+    used = []
+    for i, layer in enumerate(cfg.layers):
+        attends = bool(layer.attention)
+        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
+        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
+        scalars = LayerScalars(
+            qkv=attends,
+            out=attends,
+            resid_attention=has_own and adds,
+            resid_mlp=has_own,
+            post_attention=has_own and attends,
+            post_mlp=has_own and layer.mlps > 0,
+        )
+        used.append(scalars)
+    return used
+
+
+GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
+MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
+# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
+# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of LayerScalars'.
+MUDD_OUTPUTS = {
+    "first to value": 0,
+    "backout to value": 0,
+    "x to value": 0,
+    "first": 0,
+    "backout": 0,
+    "x": 0,
+    "left value": 20,  # the value embedding of the first half of the heads
+    "right value": 20,
+    "resid_attention": RESID_BIAS,
+    "post_attention": 10,
+    "first after": 0,  # added with attention's output
+    "ngram after": 0.5,
+    "resid_mlp": RESID_BIAS,
+    "post_mlp": 10,
+}
+
+
+def head_streams(cfg: Config) -> dict[str, float]:
+    """Returns the streams that final_norm adds before the head, by the names that GPT.trunk saves them under,
+    each with the initial bias of its weight, divided by MUDD_SCALE.
+    """
+    tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    values = {f"value {i}": 0.0 for i in range(tables)}
+    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
+    # (PR 140).
+    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
+    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
+
+
+def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
+    gates: tuple[list[float], list[float]] = ([], [])
+    for biases, table in zip(gates, gate_table(cfg)):
+        for gate in table:
+            biases.extend(gate.columns * [gate.bias])
+    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_streams(cfg).values())), "mudd_gate": gates}
+
+
+# Draws an initial value of this shape, on the CPU.
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+def constant(value: float) -> Draw:
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def normal(std: float) -> Draw:
+    return lambda shape, generator: std * torch.randn(shape, generator=generator)
+
+
+def uniform(std: float, inputs: int) -> Draw:
+    """std: for one input; of `inputs` it is divided by their root."""
+    bound = math.sqrt(3) * std * inputs**-0.5
+    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+
+def given_rows(*values: list[float]) -> Draw:
+    """Draws nothing: the rows are given, shorter ones padded with 0."""
+    tensors = [torch.tensor(row) for row in values]
+    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
+
+
+def first_of_pairs(draw_all: Draw) -> Draw:
+    """The second matrices of pairs are 0: a layer begins without MLP."""
+
+    def draw(shape, generator):
+        value = draw_all(shape, generator)
+        value[1::2] = 0
+        return value
+
+    return draw
+
+
+def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
+    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
+
+    One with a size of 0 is of a technique that is off: it does not exist.
+    """
+    d = cfg.dim
+    H = cfg.heads
+    D = cfg.head_dim
+    L = len(cfg.layers)
+    V = cfg.padded_vocab
+    attending = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in attending)
+    wide = len(attending) - narrow
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    value_tables = sum(layer.value for layer in attending)
+    value_gates = sum(layer.value and not layer.mudd for layer in attending)
+    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
+    # The mix before the head weighs each stream as a whole and by groups of its channels.
+    biases = small_mlp_biases(cfg)
+    streams = len(head_streams(cfg))
+    mudd_biases = max(len(MUDD_OUTPUTS), streams)
+    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
+    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
+    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
+    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
+    zeros = constant(0.0)
+    # Of each layer the factors of its QKV and of its output products; only values feel the first, as queries
+    # and keys are normed. Then the factor of the smear, and the skip's before its sigmoid.
+    scalars = [0.5, 1.0] * L + [0.0, -1.5]
+    return {
+        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
+        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
+        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
+        "scalars": ((2 * L + 2,), given_rows(scalars)),
+        "smear_gate": ((1, GATE_DIM), zeros),
+        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
+        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
+        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
+        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
+        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
+        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
+        "post_lambdas": ((L, 2), constant(1.0)),
+        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
+        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
+        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
+        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
+        "lm_head": ((d, V), normal(0.005)),
+        "bigram_embed": ((bigrams, d), zeros),
+        "value_embeds": ((V, value_tables, d), normal(0.01)),
+        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
+    }
+
+
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter that this model has, in the order of cfg.params.
+
+    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
+    """
+    table = param_table(cfg)
+    names = {spec.name for spec in PARAMS}
+    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_table()")
+    require(names == table.keys(), f"param_table() has {table.keys() - names}: give each a row of PARAMS")
+    shapes = {}
+    for spec in cfg.params:
+        shape, _ = table[spec.name]
+        if all(shape):
+            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
+            shapes[spec.name] = (first, *shape[1:])
+    return shapes
+
+
+def used_params(cfg: Config) -> list[ParamSpec]:
+    """Returns the parameter table's rows, without those of parameters that this model lacks."""
+    shapes = param_shapes(cfg, 1)
+    return [spec for spec in cfg.params if spec.name in shapes]
+
+
+def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
+    """Returns a parameter's initial value, drawn on the CPU and without padding."""
+    shape, draw = param_table(cfg)[name]
+    return draw(shape, seeded(name, seed))
 
 
 # ============================================================================================================
@@ -1005,19 +1252,15 @@ class MicroBatch(NamedTuple):
     # (n,) int32: 0, the ends of the documents or of the pieces that attention splits them into, then T, which
     # repeats up to a usual length
     cu_seqlens: Tensor
-    max_doc_len: int  # a bound on the distance of successive ones: flash_attention's max_seqlen
+    max_seqlen: int  # a bound on the distance of successive ones
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
-    # By the field above that has the ids: of n-grams slots, of all others rows (section 12). Packed apart
-    # from the rest, because their sizes vary.
+    # By ParamSpec.rows_by: "inputs", "hashed_rows". Their ids are rows, but of n-grams slots (section 12).
+    # Packed apart from the rest, because their sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
     loss_weights: Tensor | None = None
-
-
-# The field of MicroBatch that selects the rows of a table, by its kind.
-SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
 
 
 def train_step(
@@ -1170,22 +1413,9 @@ class AsyncLoss:
 
 
 # ============================================================================================================
-# 6  Model. GPT with its layers, embeddings and head; functions of the forward and of the loss's targets;
-#    then gates, and the parameters' shapes and initial values.
+# 6  Model. GPT with its layers, embeddings and head; functions of the forward and of the loss's targets.
 # ============================================================================================================
 
-
-# A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
-# products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
-# outputs. GPT.scalars has two numbers for each layer, then those of the smear and of the skip.
-LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
-
-
-# The parameters of two small MLPs are stacked along their first axis.
-# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
-TO_LAYER, TO_HEAD = 0, 1
-# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
-EARLY, LATE = 0, 1
 
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
 Term = tuple[Tensor | None, Tensor]
@@ -1271,7 +1501,7 @@ class GPT(nn.Module):
             self.register_parameter(spec.name, nn.Parameter(zeros))
             if spec.kind == "bank":
                 self.bank_names.append(spec.name)
-            elif spec.kind == "tokens":
+            elif spec.rows_by == "inputs":
                 self.token_tables.append(spec.name)
         # The name of the table that ngram_sums() reads: of a parameter, or of Optimizer.ngrams.
         self.ngram_key = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
@@ -1357,7 +1587,7 @@ class GPT(nn.Module):
         """
         if banks is None:
             banks = {name: Weight(getattr(self, name)) for name in self.bank_names}
-        sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
+        sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
         return self.trunk(looked_up, sequence, windows, banks, mlps_fp8)
 
     @compiled
@@ -1371,7 +1601,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Computes forward: one graph, if it is compiled, and so is its backward.
 
-        sequence: cu_seqlens, longest document.
+        sequence: MicroBatch.cu_seqlens and .max_seqlen.
         """
         cfg = self.cfg
         embed = looked_up["embed"]
@@ -1527,7 +1757,7 @@ class GPT(nn.Module):
     ) -> Term:
         """Runs layer i's attention on h (T, d). Returns its output's scale, and its output (T, d).
 
-        sequence: cu_seqlens, longest document. It and the window count what heads attend to: T tokens, or 2T
+        sequence: cu_seqlens and max_seqlen. They and the window count what heads attend to: T tokens, or 2T
         rows if heads are paired.
         """
         layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
@@ -1873,237 +2103,6 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
     return torch.where(columns[at] == ids, at, -1)
 
 
-# ---- Gates, the small MLPs' outputs; parameters' shapes and initial values ---------------------------------
-
-
-class Gate(NamedTuple):
-    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
-    is used without a sigmoid; only that of xsa goes through a tanh.
-
-    Another gate is a field of Layer, a line of gate_table(), and gates[use, i] where it acts: in
-    GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
-    embeddings and the pointer have gates of other kinds, which do not come from here.
-    """
-
-    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
-    use: str
-    layer: int
-    columns: int  # one, or one a head
-    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
-
-
-def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
-    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
-
-    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it.
-    """
-    early: list[Gate] = []
-    late: list[Gate] = []
-    layers = []  # each layer's number, the layer itself, and the table of its gates
-    for i, layer in enumerate(cfg.layers):
-        table = late if i > cfg.skip_from else early
-        layers.append((i, layer, table))
-    for i, layer, table in layers:
-        if layer.xsa:
-            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
-    for i, layer, table in layers:
-        if layer.gate:
-            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
-    for i, layer, table in layers:
-        if layer.x0:
-            table.append(Gate("x0", i, columns=1, bias=0.0))
-        if layer.ngram:
-            table.append(Gate("ngram", i, columns=1, bias=0.5))
-    if cfg.skip_to < len(cfg.layers):
-        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
-    return early, late
-
-
-def used_scalars(cfg: Config) -> list[LayerScalars]:
-    """Returns which of its scalars each layer uses."""
-    used = []
-    for i, layer in enumerate(cfg.layers):
-        attends = bool(layer.attention)
-        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
-        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
-        scalars = LayerScalars(
-            qkv=attends,
-            out=attends,
-            resid_attention=has_own and adds,
-            resid_mlp=has_own,
-            post_attention=has_own and attends,
-            post_mlp=has_own and layer.mlps > 0,
-        )
-        used.append(scalars)
-    return used
-
-
-GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
-MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
-# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of LayerScalars'.
-MUDD_OUTPUTS = {
-    "first to value": 0,
-    "backout to value": 0,
-    "x to value": 0,
-    "first": 0,
-    "backout": 0,
-    "x": 0,
-    "left value": 20,  # the value embedding of the first half of the heads
-    "right value": 20,
-    "resid_attention": RESID_BIAS,
-    "post_attention": 10,
-    "first after": 0,  # added with attention's output
-    "ngram after": 0.5,
-    "resid_mlp": RESID_BIAS,
-    "post_mlp": 10,
-}
-
-
-def head_streams(cfg: Config) -> dict[str, float]:
-    """Returns the streams that final_norm adds before the head, by the names that GPT.trunk saves them under,
-    each with the initial bias of its weight, divided by MUDD_SCALE.
-    """
-    tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    values = {f"value {i}": 0.0 for i in range(tables)}
-    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
-    # (PR 140).
-    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
-    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
-
-
-def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    gates: tuple[list[float], list[float]] = ([], [])
-    for biases, table in zip(gates, gate_table(cfg)):
-        for gate in table:
-            biases.extend(gate.columns * [gate.bias])
-    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_streams(cfg).values())), "mudd_gate": gates}
-
-
-# Draws an initial value of this shape, on the CPU.
-Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
-
-
-def constant(value: float) -> Draw:
-    return lambda shape, generator: torch.full(shape, value)
-
-
-def normal(std: float) -> Draw:
-    return lambda shape, generator: std * torch.randn(shape, generator=generator)
-
-
-def uniform(std: float, inputs: int) -> Draw:
-    """std: for one input; of `inputs` it is divided by their root."""
-    bound = math.sqrt(3) * std * inputs**-0.5
-    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-
-def given_rows(*values: list[float]) -> Draw:
-    """Draws nothing: the rows are given, shorter ones padded with 0."""
-    tensors = [torch.tensor(row) for row in values]
-    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
-
-
-def first_of_pairs(draw_all: Draw) -> Draw:
-    """The second matrices of pairs are 0: a layer begins without MLP."""
-
-    def draw(shape, generator):
-        value = draw_all(shape, generator)
-        value[1::2] = 0
-        return value
-
-    return draw
-
-
-def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
-    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
-
-    One with a size of 0 is of a technique that is off: it does not exist.
-    """
-    d = cfg.dim
-    H = cfg.heads
-    D = cfg.head_dim
-    L = len(cfg.layers)
-    V = cfg.padded_vocab
-    attending = [layer for layer in cfg.layers if layer.attention]
-    narrow = sum(layer.narrow_qk for layer in attending)
-    wide = len(attending) - narrow
-    mlps = sum(layer.mlps for layer in cfg.layers)
-    value_tables = sum(layer.value for layer in attending)
-    value_gates = sum(layer.value and not layer.mudd for layer in attending)
-    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The mix before the head weighs each stream as a whole and by groups of its channels.
-    biases = small_mlp_biases(cfg)
-    streams = len(head_streams(cfg))
-    mudd_biases = max(len(MUDD_OUTPUTS), streams)
-    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
-    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
-    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
-    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
-    zeros = constant(0.0)
-    # Of each layer the factors of its QKV and of its output products; only values feel the first, as queries
-    # and keys are normed. Then the factor of the smear, and the skip's before its sigmoid.
-    scalars = [0.5, 1.0] * L + [0.0, -1.5]
-    return {
-        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
-        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
-        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
-        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
-        "scalars": ((2 * L + 2,), given_rows(scalars)),
-        "smear_gate": ((1, GATE_DIM), zeros),
-        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
-        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
-        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
-        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
-        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
-        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
-        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
-        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
-        "post_lambdas": ((L, 2), constant(1.0)),
-        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
-        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
-        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
-        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
-        "lm_head": ((d, V), normal(0.005)),
-        "bigram_embed": ((bigrams, d), zeros),
-        "value_embeds": ((V, value_tables, d), normal(0.01)),
-        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
-    }
-
-
-def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter that this model has, in the order of cfg.params.
-
-    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
-    """
-    table = param_table(cfg)
-    names = {spec.name for spec in PARAMS}
-    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_table()")
-    require(names == table.keys(), f"param_table() has {table.keys() - names}: give each a row of PARAMS")
-    shapes = {}
-    for spec in cfg.params:
-        shape, _ = table[spec.name]
-        if all(shape):
-            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
-            shapes[spec.name] = (first, *shape[1:])
-    return shapes
-
-
-def used_params(cfg: Config) -> list[ParamSpec]:
-    """Returns the parameter table's rows, without those of parameters that this model lacks."""
-    shapes = param_shapes(cfg, 1)
-    return [spec for spec in cfg.params if spec.name in shapes]
-
-
-def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
-    """Returns a parameter's initial value, drawn on the CPU and without padding."""
-    shape, draw = param_table(cfg)[name]
-    return draw(shape, seeded(name, seed))
-
-
 # ============================================================================================================
 # 7  Gradients. Linear layers and MLPs, whose backwards write their weights' gradients into main_grad. Their
 #    arithmetic is in section 8.
@@ -2168,20 +2167,22 @@ class Linear(torch.autograd.Function):
     """Computes linear(). The matrix w is an argument beside its Weight: autograd sees only tensors."""
 
     @staticmethod
-    def forward(ctx, x, weight, w):
-        ctx.weight = weight
+    def forward(ctx, x, weight, w, transposed):
+        ctx.weight, ctx.transposed = weight, transposed
         ctx.save_for_backward(x, w)
-        return F.linear(x, w)
+        return x @ w if transposed else F.linear(x, w)
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
-        return dy @ w, None, ctx.weight.gradient(dy, x)
+        if ctx.transposed:
+            return F.linear(dy, w), None, ctx.weight.gradient(x, dy), None
+        return dy @ w, None, ctx.weight.gradient(dy, x), None
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank."""
-    return Linear.apply(x, weight, weight.w)
+def linear(x: Tensor, weight: Weight, transposed: bool = False) -> Tensor:
+    """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank; transposed: x w, for x (T, rows)."""
+    return Linear.apply(x, weight, weight.w, transposed)
 
 
 class MLP(torch.autograd.Function):
@@ -2233,7 +2234,7 @@ class MLP(torch.autograd.Function):
 def use_eager_form(x: Tensor) -> bool:
     """True if x is fp32 or fp64, in code that is not compiled. There norm, mix and rotate have a second form,
     which passes over memory less often, and is equal up to rounding. An edit of one form needs the same edit
-    of the other. Elsewhere, too, final_norm() calls Norm, and mix() calls Mix for each term.
+    of the other. Compiled code has Norm, too, in final_norm(), and Mix, for each term of mix().
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2329,7 +2330,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # Two forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl), and dense_attention,
 # which makes scores block by block. Other scores need an edit of each.
 
-QUERIES = 32  # of a block. With more, it has more keys that most of its queries do not see.
+QUERY_BLOCK = 32  # of a block. With more, it has more keys that most of its queries do not see.
 
 
 def dense_attention(
@@ -2341,7 +2342,7 @@ def dense_attention(
     bounds a document's length. Returns (T, H, Dv), computed in at least fp32.
 
     Queries go in blocks, each against the keys of its block and of the whole blocks that hold `window`
-    positions before it: about T * (window + QUERIES) scores instead of T * T.
+    positions before it: about T * (window + QUERY_BLOCK) scores instead of T * T.
     """
     T, H, _ = q.shape
     # In compiled code the cache would be ignored, with a warning; it computes equal biases once anyway.
@@ -2364,17 +2365,18 @@ def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 @lru_cache(4)  # layers of one kind share it
 def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
-    """Returns what is added to BlockAttention's scores, (H * blocks, QUERIES, keys): 0, or -inf where a query
-    does not see the key. A block's keys are its own positions and `window` or more before them, whole blocks.
+    """Returns what is added to BlockAttention's scores, (H * blocks, QUERY_BLOCK, keys): 0, or -inf where a
+    query does not see the key. A block's keys are its own positions and `window` or more before them, whole
+    blocks.
 
     After T there is one more document. version: the cache knows cu_seqlens by its identity; this changes with
     its contents.
     """
-    positions = torch.arange(padded(T, QUERIES), device=cu_seqlens.device)
-    before = padded(window, QUERIES)
-    first = first_seen(cu_seqlens, len(positions), window).view(-1, QUERIES, 1)
-    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + QUERIES, QUERIES).unsqueeze(1)
-    seen = (first <= keys) & (keys <= positions.view(-1, QUERIES, 1))
+    positions = torch.arange(padded(T, QUERY_BLOCK), device=cu_seqlens.device)
+    before = padded(window, QUERY_BLOCK)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, QUERY_BLOCK, 1)
+    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + QUERY_BLOCK, QUERY_BLOCK).unsqueeze(1)
+    seen = (first <= keys) & (keys <= positions.view(-1, QUERY_BLOCK, 1))
     return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
 
 
@@ -2387,7 +2389,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, bias):
-        q = blocks_by_head(q, bias, QUERIES)
+        q = blocks_by_head(q, bias, QUERY_BLOCK)
         k = blocks_by_head(k, bias, bias.size(2))
         v_blocks = blocks_by_head(v, bias, bias.size(2))
         probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
@@ -2397,7 +2399,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         q, k, v, probs = ctx.saved_tensors
-        dy_rows = blocks_by_head(dy, probs, QUERIES)
+        dy_rows = blocks_by_head(dy, probs, QUERY_BLOCK)
         dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
         grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
         return *(by_position(grad, dy) for grad in grads), None
@@ -2406,22 +2408,22 @@ class BlockAttention(torch.autograd.Function):
 def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
     """Returns blocks (H * blocks, size, D) of t (T, H, D), with the dtype and number of `like`.
 
-    A block is QUERIES rows of a head, after the size - QUERIES rows before them. Blocks overlap, so the
-    result is a view. Rows before the first head and after T are zeros.
+    A block is QUERY_BLOCK rows of a head, after the size - QUERY_BLOCK rows before them. Blocks overlap, so
+    the result is a view. Rows before the first head and after T are zeros.
     """
-    (T, H, D), before = t.shape, size - QUERIES
-    rows = like.new_zeros(before + len(like) * QUERIES, D)
+    (T, H, D), before = t.shape, size - QUERY_BLOCK
+    rows = like.new_zeros(before + len(like) * QUERY_BLOCK, D)
     rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
-    return rows.unfold(0, size, QUERIES).mT
+    return rows.unfold(0, size, QUERY_BLOCK).mT
 
 
 def sum_blocks(x: Tensor) -> Tensor:
-    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * QUERIES, D)."""
+    """Sums the gradients x (blocks, keys, D) of overlapping blocks into rows (blocks * QUERY_BLOCK, D)."""
     n, keys, D = x.shape
-    rows = x.new_zeros(keys + (n - 1) * QUERIES, D)
-    for i in range(0, keys, QUERIES):
-        rows[i : i + n * QUERIES].view(n, QUERIES, D).add_(x[:, i : i + QUERIES])
-    return rows[keys - QUERIES :]
+    rows = x.new_zeros(keys + (n - 1) * QUERY_BLOCK, D)
+    for i in range(0, keys, QUERY_BLOCK):
+        rows[i : i + n * QUERY_BLOCK].view(n, QUERY_BLOCK, D).add_(x[:, i : i + QUERY_BLOCK])
+    return rows[keys - QUERY_BLOCK :]
 
 
 def by_position(rows: Tensor, like: Tensor) -> Tensor:
@@ -2716,10 +2718,12 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
 
-    Another activation needs an edit here and in relu_square_grad. That knows only the result of this: an
-    activation that is not 0 for all negative inputs and rising for others must also save h fc^T in
-    MLP.forward, and get it in MLP.backward. It then runs with --set fp8_mlp=false and without the kernel
-    relu_square. With these also edit relu_square_fp8 and relu_square_kernel.
+    Another activation needs no gradient by hand: in GPT.mlp_branch write
+    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false.
+
+    One that is 0 for all negative inputs and rising for others can stay in this form, which keeps less
+    memory: edit this and relu_square_grad, which knows only the result of this. With FP8 edit
+    relu_square_fp8, too, and relu_square_kernel, or run without that kernel.
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
@@ -2729,7 +2733,8 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
 def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
 
-    The root is not rounded, but in bf16 on a CPU, where it takes half the time and is relu(h fc^T) again.
+    The root is not rounded, except in bf16 on a CPU, where that takes half the time; rounded, it is
+    relu(h fc^T) again.
     """
     if square.dtype == torch.bfloat16 and not square.is_cuda:
         root = square.sqrt()
@@ -2743,7 +2748,8 @@ def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> t
     """Returns `square` in e4m3 for a8 = h (T, d) in e4m3; or da in e5m2 for a8 = dy in e5m2 and square8:
     (T, F), and transposed.
 
-    The result is first rounded to bf16. Raises the MLP's number in mlp.amax to its maximum.
+    The result is first rounded to bf16. If its maximum is above the MLP's number in mlp.amax, it takes that
+    place.
     """
     backward = int(square8 is not None)
     a_scale, w_scale, out_scale = mlp.scales[:, backward]
@@ -3515,8 +3521,8 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations. norm, mix, rotate and add_columns choose by themselves between
-    forms that differ in rounding only.
+    """A run's implementations of operations. norm, mix, rotate, relu_square_grad and add_columns choose by
+    themselves between forms that differ in rounding only.
     """
 
     attention: Callable = dense_attention
@@ -3623,7 +3629,7 @@ class Optimizer:
                 alike = spec.optimizer, spec.dtype, spec.betas, spec.update_every, spec.reduction
                 groups[alike].append(spec)
             else:
-                self.params[spec.name] = CLASSES[spec.kind](spec, params[spec.name], cfg, exchange)
+                self.params[spec.name] = PARAM_CLASSES[spec.kind](spec, params[spec.name], cfg, exchange)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             name, tensors = f"small_{i}", [params[spec.name] for spec in group]
@@ -3656,7 +3662,7 @@ class Optimizer:
         """
         for name, grads in row_grads.items():
             table = self.trainables[name]
-            self.exchange.segment_sum_rows(table.main_grad, grads, segments[table.selector], signs)
+            self.exchange.segment_sum_rows(table.main_grad, grads, segments[table.rows_by], signs)
 
     def banks(self) -> dict[str, Weight]:
         """Returns the banks, by name, as matrix products take them."""
@@ -3991,7 +3997,7 @@ class TableParam(ShardedParam):
         super().__init__(spec, p, cfg, exchange)
         p.requires_grad_(False)
         self.main_grad = torch.zeros_like(p)
-        self.selector = SELECTORS[spec.kind]
+        self.rows_by = spec.rows_by
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
@@ -4092,7 +4098,7 @@ class NgramTable(Trainable):
 
     spec: Ngrams
     name = "ngrams"
-    selector = "hashed_rows"
+    rows_by = "hashed_rows"
     update_order = -1  # before all parameters: the next rows are fetched while those are updated
 
     def __init__(self, cfg: Config, exchange: Exchange):
@@ -4169,7 +4175,7 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
 
 
 # By ParamSpec.kind; small parameters are packed.
-CLASSES = {"bank": DenseParam, "head": LMHead, "tokens": TableParam, "hashed": TableParam}
+PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "table": TableParam}
 
 
 # ============================================================================================================
@@ -4761,8 +4767,8 @@ class Exchange:
 #     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
-MAGIC = 20240520
-VERSION = 1
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
 HEADER_BYTES = 1024
 
 
@@ -4780,9 +4786,10 @@ def read_header(path: Path) -> Header:
     words = np.fromfile(path, dtype="<i4", count=256).tolist()
     require(
         len(words) == 256
-        and words[:2] == [MAGIC, VERSION]
+        and words[:2] == [SHARD_MAGIC, SHARD_VERSION]
         and path.stat().st_size == HEADER_BYTES + 2 * words[2],
-        f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
+        f"{path}: not a whole token shard of version {SHARD_VERSION}; delete it, and download or build it "
+        "again",
     )
     tokens, vocab_size, bos_id, text_bytes = words[2:6]
     if vocab_size == 0:
@@ -4887,7 +4894,7 @@ class Shard(NamedTuple):
     tokens: np.ndarray  # uint16
     bounds: np.ndarray  # int64: positions of BOS tokens, and the end
     # By max_doc_len, kept from batch to batch: where documents, truncated to it, would end one after the
-    # other; int64, the first is 0. A shard has 150,000 documents.
+    # other; int64, the first is 0. A shard of FineWeb has 150,000 documents.
     ends: dict[int, np.ndarray]
 
 
@@ -5075,7 +5082,7 @@ def make_micro_batch(
         hashed_rows=hashed_rows,
         sign_ids=sign_ids,
         cu_seqlens=cu_seqlens,
-        max_doc_len=max_doc_len,
+        max_seqlen=max_doc_len,
     )
 
 
@@ -5257,7 +5264,7 @@ class Prefetcher:
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: Exchange):
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
-        self.tables = [spec for spec in used_params(self.cfg) if spec.is_table]
+        self.tables = [spec for spec in used_params(self.cfg) if spec.kind == "table"]
         # By table: whether a row has been read since the table's last update.
         self.touched = {spec.name: np.zeros(self.shapes[spec.name][0], bool) for spec in self.tables}
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
@@ -5314,7 +5321,7 @@ class Prefetcher:
         for spec in self.tables:
             touched = self.touched[spec.name]
             for micro_batch in micro_batches:
-                touched[micro_batch.segments[SELECTORS[spec.kind]].ids.numpy()] = True
+                touched[micro_batch.segments[spec.rows_by].ids.numpy()] = True
             if plan.updates(spec.update_every):
                 routes[spec.name] = self._route_table(spec, np.flatnonzero(touched))
                 touched[:] = False
@@ -5482,7 +5489,7 @@ def assign(group, values: dict[str, typing.Any], path: str = ""):
 
 
 # Names, also of preset and track, and a parameter's kind are the script's: --set cannot change them.
-FIXED = ("preset", "track", "name", "kind")
+FIXED_SETTINGS = ("preset", "track", "name", "kind", "rows_by")
 
 
 def override(cfg: Config, setting: str) -> Config:
@@ -5502,7 +5509,7 @@ def override(cfg: Config, setting: str) -> Config:
     values = {}
     for name in names:
         require(
-            name.split(".")[-1] not in FIXED,
+            name.split(".")[-1] not in FIXED_SETTINGS,
             f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
         field = settings[name][1]
@@ -5537,7 +5544,7 @@ def rescale(cfg: Config, factor: float) -> Config:
     return assign(cfg, values)
 
 
-PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in (RECORD, CPU, WORDS)}
+PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in ALL_PRESETS}
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -5648,7 +5655,7 @@ def check_updates(cfg: Config) -> None:
             "ngrams.update_every, params.*.update_every: the second number must not be below the first",
         )
     for spec in cfg.params:
-        can_exchange = spec.exchange == "reduce_scatter" or spec.is_table
+        can_exchange = spec.exchange == "reduce_scatter" or spec.kind == "table"
         require(can_exchange, f"params.{spec.name}.exchange: only tables can be sparse")
         rules = ", ".join(UPDATE_RULES)
         require(spec.optimizer in UPDATE_RULES, f"params.{spec.name}.optimizer: give one of {rules}")

@@ -68,7 +68,8 @@ RENAMED = {
     "second_cadence_from": "late_updates_from",
     "stages.candidates": "sampled_columns",
 }
-RENAMED_KINDS = {"matmul": "head"}
+# Old kinds of parameters, and ParamSpec.kind and .rows_by today.
+RENAMED_KINDS = {"matmul": ("head", ""), "tokens": ("table", "inputs"), "hashed": ("table", "hashed_rows")}
 RENAMED_KERNELS = {"both_layouts": "cast_and_transpose", "gram": None}  # None: it is gone
 # Settings that models of earlier scripts lack, with the values that they had in effect, if it is another than
 # False. A field of Layer is "layers.NAME".
@@ -146,7 +147,8 @@ def read_config(text: str) -> tg.Config:
             kernels.append(new)
     values["kernels"] = kernels
     for row in values["params"]:
-        row["kind"] = RENAMED_KINDS.get(row["kind"], row["kind"])
+        row["kind"], rows_by = RENAMED_KINDS.get(row["kind"], (row["kind"], ""))
+        row.setdefault("rows_by", rows_by)
     return config_from_dict(values)
 
 

@@ -47,7 +47,7 @@ def check_micro_batch(actual, read, plan, world_size):
     shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights], dtype=torch.float64)
     want = tensors_of(read._replace(segments=segments, loss_weights=shares))
     assert same_bits(tensors_of(actual), want)
-    assert actual.max_doc_len == read.max_doc_len
+    assert actual.max_seqlen == read.max_seqlen
 
 
 def check_batches(rank, world_size, cfg):
@@ -56,7 +56,7 @@ def check_batches(rank, world_size, cfg):
     batches = batches_of(cfg, rank, world_size)
     built = [batches.next() for _ in range(cfg.steps)]
     assert batches.peek() is None
-    tables = {row.name: row for row in tg.used_params(cfg) if row.is_table}
+    tables = {row.name: row for row in tg.used_params(cfg) if row.kind == "table"}
     shapes = tg.param_shapes(cfg, world_size)
     read_before = []
     for step, batch in enumerate(built):

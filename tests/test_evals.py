@@ -110,9 +110,7 @@ def test_a_tokens_distribution_is_the_training_forwards(run, change):
     for i in range(40):
         probs = model.next_token_probs(document[: i + 1])
         p = probs[tokens[i + 1]]
-        later = (
-            f"p is {p} without later tokens, {expected[i]} with them: records/referee.py says more"
-        )
+        later = f"p is {p} without later tokens, {expected[i]} with them: records/referee.py says more"
         torch.testing.assert_close(p, expected[i], rtol=0, atol=1e-6, msg=later)
         assert probs.shape == (cfg.vocab_size,)  # so neither padding nor the pointer's column can be drawn
         if change == "padded_vocab=258":

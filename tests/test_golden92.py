@@ -97,7 +97,7 @@ def test_attention_cap(case):
     cfg = golden_config("float32")
     batch = tg.make_micro_batch(tokens, ends[:-1], 6000, cfg, attention_cap=2560)
     want = case["cu_seqlens"]
-    assert batch.cu_seqlens.tolist() == want + (128 - len(want)) * want[-1:] and batch.max_doc_len == 2560
+    assert batch.cu_seqlens.tolist() == want + (128 - len(want)) * want[-1:] and batch.max_seqlen == 2560
 
 
 @KINDS

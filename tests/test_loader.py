@@ -122,7 +122,7 @@ def test_micro_batches(tmp_path, seed):
         for (rank, world_size), loader in loaders.items():
             micro_batches = loader.micro_batches(batch_plan(batch_tokens, max_doc_len))
             for micro_batch, (tokens, starts) in zip(micro_batches, batch[rank::world_size], strict=True):
-                assert micro_batch.max_doc_len == max_doc_len
+                assert micro_batch.max_seqlen == max_doc_len
                 check_micro_batch(micro_batch, tokens, starts)
     assert loaders[0, 1].position()[0] >= 3  # a second epoch
     for loader in loaders.values():
@@ -210,7 +210,7 @@ def test_validation_slices(tmp_path):
         tokens = stream[128 * number : 128 * number + 129]
         starts = [i for i, token in enumerate(tokens[:128]) if token == BOS]
         check_micro_batch(batch, tokens, [0] + starts)
-        assert batch.max_doc_len == max(np.diff([0, *starts, 128]))
+        assert batch.max_seqlen == max(np.diff([0, *starts, 128]))
 
 
 # ---------------------------------------------------------------------------------------------------- folders

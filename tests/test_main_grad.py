@@ -33,6 +33,10 @@ def run_mlp(x, fc, proj):
 
 OPERATIONS = {  # with one weight under test: how the script runs it, in plain torch
     "linear": (tg.linear, lambda x, w: x @ w.T),
+    "transposed": (
+        lambda x, weight: tg.linear(x @ OTHER.T, weight, transposed=True),
+        lambda x, w: x @ OTHER.T @ w,
+    ),
     "fc": (
         lambda x, weight: run_mlp(x, weight, tg.Weight(OTHER)),
         lambda x, w: tg.relu_square(x, w) @ OTHER,
@@ -284,7 +288,7 @@ def test_nothing_as_large_as_a_bank_or_table_is_allocated_or_cleared(workers, cf
     for row in tg.used_params(cfg):
         if row.kind != "small":
             large |= flat_shapes(shapes[row.name])
-        if row.is_table:
+        if row.kind == "table":
             rows, *width = shapes[row.name]
             large |= flat_shapes((rows // 2, *width))
     for seen in workers(2, record_shapes, cfg):

@@ -375,7 +375,7 @@ def exchanges(setup: Setup) -> Iterator[Row]:
 
 OPERATIONS = tg.RECORD.kernels + ("attention", "fa3")
 NOISE = 1.03  # of a ratio of times
-DENSE = " ".join(f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PARAMS if spec.is_table)
+DENSE = " ".join(f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PARAMS if spec.kind == "table")
 
 
 def all_checks() -> list[Check]:

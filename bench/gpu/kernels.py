@@ -176,7 +176,7 @@ class StageOperands:
             k = tg.norm(self.rand(n, heads, qk_dim))
             v = tg.norm(self.rand(n, heads, v_dim))
             scale = cfg.narrow_attn_scale if narrow_qk else cfg.attn_scale
-            args = (scale * q, k, v, self.batch.cu_seqlens * rows, self.batch.max_doc_len * rows, window)
+            args = (scale * q, k, v, self.batch.cu_seqlens * rows, self.batch.max_seqlen * rows, window)
             what = f"stage {self.stage}, {kind} {name}, {qk_dim} and {v_dim} wide: {n}, window {window}"
             flops = 6 * cfg.heads * (qk_dim + v_dim) * keys * self.T
             yield Case("attention", what, args, flops=flops)
