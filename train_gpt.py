@@ -47,7 +47,8 @@ layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's blo
 that it updates. The touched rows of a table are those that batches have looked up since its last update.
 After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
 optimizer of the banks, a descendant of Muon (section 11). MUDD (section 6) mixes earlier streams in, with
-weights that small MLPs compute for each token. Up to the untie step lm_head and the token embedding embed have equal values.
+weights that small MLPs compute for each token. Up to the untie step lm_head and the token embedding embed
+have equal values.
 """
 
 from __future__ import annotations

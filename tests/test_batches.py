@@ -71,7 +71,7 @@ def check_batches(rank, world_size, cfg):
         else:
             assert not batch.routes
         for name, routes in batch.routes.items():
-            field = tg.SELECTORS[tables[name].kind]
+            field = tables[name].rows_by
             touched = [rows_of(before + now, field) for before, now in zip(read_before, read)]
             check_routes(routes, touched, rank, shapes[name][0])
         read_before = read
