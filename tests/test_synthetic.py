@@ -2,8 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from itertools import islice
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -17,41 +15,6 @@ TRAIN = ["synthetic_train_000001.bin", "synthetic_train_000002.bin"]
 
 
 # ---- What is drawn -----------------------------------------------------------------------------------------
-
-
-def draw(bos_id, seed, count):
-    """Returns the tokens and document lengths of the first `count` draws, each of 512 documents."""
-    return list(islice(synthetic.draw_documents(bos_id, seed), count))
-
-
-def assert_frequency(count, n, p):
-    """Checks a binomial count: within four standard deviations of its mean, and the table's resolution."""
-    assert abs(count - n * p) < 4 * (n * p * (1 - p)) ** 0.5 + n / synthetic.RESOLUTION
-
-
-def test_token_k_is_drawn_in_proportion_to_its_rank():
-    words = 50256
-    counts = np.zeros(words + 1, int)
-    for tokens, _ in draw(words, 1, 12):
-        counts += np.bincount(tokens, minlength=words + 1)
-    counts = counts[:words]  # without BOS
-    p = 1 / np.arange(1, words + 1)
-    p /= p.sum()
-    for i in range(16):
-        group = slice(2**i - 1, 2 ** (i + 1) - 1)
-        assert_frequency(counts[group].sum(), counts.sum(), p[group].sum())
-
-
-def test_document_lengths_are_log_normal():
-    drawn = draw(50256, 2, 80)
-    for tokens, lengths in drawn:
-        starts = np.flatnonzero(tokens == 50256)
-        assert np.array_equal(np.diff(starts, append=len(tokens)), lengths) and starts[0] == 0
-    lengths = np.concatenate([lengths for _, lengths in drawn])
-    logarithm = NormalDist(np.log(400), 1.05)
-    for length in (40, 100, 400, 1600, 4000):
-        below = (lengths < length).sum()  # a rounded down length is below it if the length is
-        assert_frequency(below, len(lengths), logarithm.cdf(np.log(length)))
 
 
 def test_made_up_tokens_are_distinct_and_begin_with_others():
