@@ -41,7 +41,10 @@ processes=${NPROC_PER_NODE:-2}
 preset=${preset:-cpu}
 [[ $preset == record ]] || export CUDA_VISIBLE_DEVICES='' gpu=''
 [[ ! $tiny || ! $against ]] || name=''   # a rehearsal
-[[ ! $tiny ]] || args=("${args[@]/%length=*/length=0.05}")   # which stays short
+if [[ $tiny ]]; then   # it stays short
+    args=("${args[@]/#length=*/length=0.05}")
+    args=("${args[@]/#--set=length=*/--set=length=0.05}")
+fi
 same=(${tiny:+--set $tiny} --preset="$preset" ${data:+--data="$data"})
 args=("${same[@]}" ${name:+--name="$name"} "${args[@]}")   # the user's --set is the last
 if [[ $against ]]; then

@@ -5220,7 +5220,7 @@ class TrainLoader:
             self.is_partial = False
         raise UserError(
             f"no training shard holds a batch of {batch_tokens:,} tokens, with documents truncated to "
-            f"{max_doc_len:,}; add larger shards, or lower batch_tokens"
+            f"{max_doc_len:,}; add larger shards, or with more documents, or lower batch_tokens"
         )
 
     def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
@@ -6456,7 +6456,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             run(args)
         return 0
-    except (UserError, OSError, torch.OutOfMemoryError) as error:
+    except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
         message = f"{Path(__file__).name}: error{rank}: {error}"
     except Exception:

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import mean
 
 from ablations import compare
-from scripts import UserError, make_parser, new_figure, png, run_script, save_figure, tied
+from scripts import UserError, make_parser, new_figure, number, png, run_script, save_figure, tied
 from shakespeare import place_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -90,11 +90,11 @@ def join(numbers: Iterable[float], form: str) -> str:
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     figure = new_figure(8, 5)
     ax = figure.subplots()
-    for number, (label, runs) in enumerate(curves.items()):
+    for place, (label, runs) in enumerate(curves.items()):
         legend = f"{label}, measured"
         for curve in runs:
             times, losses = zip(*curve)
-            ax.plot(times, losses, color=f"C{number}", marker=".", label=legend)
+            ax.plot(times, losses, color=f"C{place}", marker=".", label=legend)
             legend = f"_{label}"  # the legend leaves out the others
     for label, loss in PUBLISHED.items():
         ax.axhline(loss, color="0.5", linestyle="--", linewidth=1)
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text"
     )
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each")
+    parser.add_argument("--runs", type=number(int, 1), default=1, metavar="N", help="of each")
     parser.add_argument("--picture", type=png, metavar="FILE.png", help="draw all losses over time")
     run_script(run, parser, argv)
 

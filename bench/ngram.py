@@ -2,7 +2,7 @@
 """Evaluates interpolated Witten-Bell n-gram models on the shards that train_gpt.py trains on.
 
     python bench/ngram.py [--data data/local] [--val-tokens N] [--orders N]
-    python bench/ngram.py --model MODEL [--data data/local]
+    python bench/ngram.py --model MODEL [--data FOLDER]
 
 An n-gram model predicts a token w from h, the n-1 tokens before it, by counts in the training shards:
 
@@ -176,12 +176,13 @@ def trained_text(cfg: tg.Config, paths: list[Path]) -> tuple:
     return np.concatenate(parts), loader.position()
 
 
-def evaluate_with_counts(path: str, folder: Path) -> None:
-    """Prints the losses of a saved model, of counts, and of both."""
+def evaluate_with_counts(path: str, folder: Path | None) -> None:
+    """Prints the losses of a saved model, of counts, and of both. folder: other data than the model's."""
     print("this takes about a minute on two cores", flush=True)
     tg.torch.set_num_threads(1)  # a small model's threads wait more than they work
     model = load_model(path)
     cfg = model.cfg
+    folder = folder or ROOT / cfg.data
     data = tg.open_dataset(replace(cfg, data=str(folder)))
     last = tg.read_shard(data.train[-1], cfg)
     first = np.searchsorted(last.bounds, 0.98 * len(last.tokens))
@@ -221,8 +222,9 @@ def run(args: argparse.Namespace) -> None:
         if args.val_tokens or args.orders:
             raise UserError("--model measures by a method of its own: leave out --val-tokens and --orders")
         return evaluate_with_counts(args.model, args.data)
-    train = read_split(tg.find_shards(str(args.data), "train"))
-    val_paths = tg.find_shards(str(args.data), "val")
+    folder = args.data or ROOT / "data/local"
+    train = read_split(tg.find_shards(str(folder), "train"))
+    val_paths = tg.find_shards(str(folder), "val")
     val = read_split(val_paths)
     headers = [tg.read_header(path) for path in val_paths]
     vocab_size = headers[0].vocab_size
@@ -245,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     count = number(int, 1)
     add("--model", help="file that --save wrote: measure what counts add to it; no other option but --data")
-    add("--data", type=Path, default=ROOT / "data/local", help="folder of the shards (default: data/local)")
+    add("--data", type=Path, help="folder of the shards (default: the model's, or data/local)")
     add("--val-tokens", type=count, metavar="N", help="only the first N validation tokens (default: all)")
     add("--orders", type=count, metavar="N", help="up to N-grams (default: 5, or 4 with GPT-2's tokens)")
     run_script(run, parser, argv, tg.UserError)

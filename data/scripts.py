@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ def run_script(
     """Calls run(options). Errors that the user can fix, also `errors`, end the script with one line."""
     expected: tuple[type[Exception], ...] = (OSError, UserError, *errors)
     refuse_empty_values(parser, sys.argv[1:] if argv is None else argv)
+    if argv is None:  # so that what is unfinished is removed
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         run(parser.parse_args(argv))
     except BrokenPipeError:  # whoever read it, as `head`, has enough
@@ -68,6 +71,8 @@ def run_script(
         sys.exit(f"{parser.prog}: {missing_package(error)}")
     except FileNotFoundError as error:
         sys.exit(f"{parser.prog}: there is no {error.filename}")
+    except MemoryError:
+        sys.exit(f"{parser.prog}: there is not enough memory; a text is read whole, JSON lines are not")
     except expected as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:

@@ -119,7 +119,7 @@ class Case:
     def batch(self, tokens: np.ndarray):
         """Returns tokens as a slice of a validation, as the script makes it."""
         watch = self.run("normal")
-        header = np.fromfile(next(self.data.glob("*_val_*.bin")), "<i4", 256)
+        header = np.fromfile(next(self.data.glob("[!.]*_val_*.bin")), "<i4", 256)
         header[2] = len(tokens)
         path = self.folder / "text_val_000000.bin"
         path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
@@ -281,7 +281,7 @@ def batches_of(case: Case, rank: int, processes: int) -> list[bytes]:
     """Returns the inputs of a process's micro-batches in a short run."""
     watch = case.run("normal")
     cfg = watch.model.cfg
-    loader = watch.tg.TrainLoader(cfg, sorted(case.data.glob("*_train_*.bin")), rank, processes)
+    loader = watch.tg.TrainLoader(cfg, sorted(case.data.glob("[!.]*_train_*.bin")), rank, processes)
     found = []
     for step in range(cfg.steps):
         for part in loader.micro_batches(watch.tg.plan_step(cfg, step)):

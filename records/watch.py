@@ -35,7 +35,7 @@ def load_script(path: Path) -> ModuleType:
 
 def find_tokens(folder: Path, split: str) -> np.ndarray:
     """Returns the tokens (n,) uint16 of a folder's shards of a split, which follow 1024 bytes of header."""
-    paths = sorted(folder.glob(f"*_{split}_*.bin"))
+    paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
     return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
 
 

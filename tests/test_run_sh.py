@@ -121,6 +121,7 @@ STANDALONE = "-m torch.distributed.run --standalone --local_addr=localhost --npr
 
 
 TINY = "--set length=0.05 warmup=false val_slices=4 samples=1"  # what --tiny means
+SHORT = "--set samples=3 length=0.05 --set=length=0.05 --save ./length=2.pt"
 
 # ---- What is started ---------------------------------------------------------------------------------------
 
@@ -143,10 +144,10 @@ STARTED = {  # options; the commands that follow without GPUs, or whose preset n
         f"{STANDALONE}2 train_gpt.py --seed=0 --preset=cpu",
     ],
     # It stays short, whatever the user's length is.
-    "--preset words --tiny --set samples=3 length=0.9": [
-        f"train_gpt.py {TINY} --preset=words --set samples=3 length=0.05 --check 2",
+    "--preset words --tiny --set samples=3 length=0.9 --set=length=2 --save ./length=2.pt": [
+        f"train_gpt.py {TINY} --preset=words {SHORT} --check 2",
         "data/local_corpus.py --encoding gpt2",
-        f"{STANDALONE}2 train_gpt.py --seed=0 {TINY} --preset=words --set samples=3 length=0.05",
+        f"{STANDALONE}2 train_gpt.py --seed=0 {TINY} --preset=words {SHORT}",
     ],
     # Data of the user are not fetched.
     "old.py --data mine --seed=10 --set a=1 b=2 --preset=words --name '$A b'": [
