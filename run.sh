@@ -77,7 +77,7 @@ train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctr
         --nproc_per_node="$processes" "${tied[@]}" "$python" -u "$1" --seed="$seed" "${@:2}" </dev/null &
     set +m
     [[ ${tied[0]} == setpriv ]] || trap "kill $! 2>/dev/null" EXIT   # torchrun then ends its processes
-    wait $! || { local status=$?; say "$1 failed: the first error above says why" >&2; exit $status; }
+    wait $! || { local status=$?; say "$1 failed; its error is above the line of ===" >&2; exit $status; }
 }
 
 say "checking Python, the options and the data"

@@ -6450,17 +6450,19 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status. Errors that a user can fix are one line a rank."""
     args = parse_args(argv)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+    where = f"{Path(__file__).name}: error{rank}"
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if by_torchrun:
             elastic_record(run)(args)  # torchrun then ends with the error of the rank that failed first
         else:
             run(args)
         return 0
     except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-        message = f"{Path(__file__).name}: error{rank}: {error}"
-    except Exception:
-        message = traceback.format_exc()
+        message = f"{where}: {error}"
+    except Exception as error:  # torchrun's report has the traceback
+        message = f"{where}: {error!r}" if by_torchrun else traceback.format_exc()
     tqdm.write(message, file=sys.stderr)
     return 1
 

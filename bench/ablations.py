@@ -256,9 +256,7 @@ def run(args: argparse.Namespace) -> None:
             try:
                 changed = reduce(tg.override, settings, preset)
             except tg.UserError as error:
-                raise UserError(
-                    f"{error} (of train_gpt.py; a setting of a copy needs --script COPY.py)"
-                ) from None
+                raise UserError(f"{label}: {error} (a setting of a copy needs --script COPY.py)") from None
             if not files and changed == preset:
                 raise UserError(f"{label}: it changes nothing, because the preset has these values")
     with tempfile.TemporaryDirectory() as folder:

@@ -135,4 +135,6 @@ def in_time(
         text += f"(95 %: {interval})"
     if abs(share) > 1:
         text += ", extrapolated"
+    if share < -1:
+        text += ". So large a gain is often a look at the future: python records/referee.py COPY.py"
     return text

@@ -174,6 +174,8 @@ def test_a_lower_loss_is_worth_steps():
     assert re.search("loss: .* less to .* more .95 %., best guess 10 % less: undecided$", text)
     text = worth.in_time(losses(0.7), losses(1), losses(0.8), ratios)
     assert "about 51 % more time" in text and text.endswith(", extrapolated")
+    text = worth.in_time(losses(2), losses(1), losses(0.8), ratios)
+    assert text.endswith("a look at the future: python records/referee.py COPY.py")
 
 
 def test_the_interval_of_the_time_holds_what_is_true():

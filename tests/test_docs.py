@@ -73,4 +73,4 @@ def test_options_of_commands(page):
 def test_readme_is_short():
     """Without the table of records, which grows."""
     text = re.sub("(?s)<!-- leaderboard -->.*<!-- /leaderboard -->", "", read("README.md"))
-    assert len(text.split()) <= 740
+    assert len(text.split()) <= 780

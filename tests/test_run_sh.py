@@ -510,5 +510,5 @@ def test_the_cpu_preset_trains_without_packages_that_only_others_need(repository
 def test_a_failed_run_ends_with_the_error_of_the_rank_that_failed_first(repository):
     status, text = train(repository, "adam_lr=1e30")
     *above, last = text.splitlines()
-    assert last == "run.sh: train_gpt.py failed: the first error above says why"
+    assert last == "run.sh: train_gpt.py failed; its error is above the line of ==="
     assert status == 1 and "".join(above).rstrip("= ").endswith("; lower the learning rates")
