@@ -60,8 +60,8 @@ def run_script(
     """Calls run(options). Errors that the user can fix, also `errors`, end the script with one line."""
     expected: tuple[type[Exception], ...] = (OSError, UserError, *errors)
     refuse_empty_values(parser, sys.argv[1:] if argv is None else argv)
-    if argv is None:  # so that what is unfinished is removed
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if argv is None:  # as Ctrl-C, so that what is unfinished is removed
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(parser.parse_args(argv))
     except BrokenPipeError:  # whoever read it, as `head`, has enough
