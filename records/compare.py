@@ -642,7 +642,9 @@ def read_into(group: Group, path: str, errors: list[str]) -> None:
             try:
                 runs, file_notes = read_log(file, errors)
                 group.runs += runs
-                notes += file_notes if runs else [f"{file}: holds no run"]
+                if not runs:
+                    file_notes = [f"{file}: holds no run"]
+                notes += file_notes
             except (UserError, OSError) as e:
                 errors.append(explain(e))
         if len(group.runs) > runs_before:
@@ -722,7 +724,9 @@ def unlike_track(run: Run) -> str | None:
     if run.track not in tracks.TRACKS:
         return f"it has runs of the track `{run.track}`, which holds no records"
     different = tracks.differences(run.track, run.header.config, is_listed(run.path))
-    return f"not of the track `{run.track}`: {'; '.join(different)}" if different else None
+    if not different:
+        return None
+    return f"not of the track `{run.track}`: {'; '.join(different)}"
 
 
 def is_listed(path: str | Path) -> bool:
@@ -849,7 +853,9 @@ def difference(values: list[float], base: list[float], in_pairs: bool = False) -
 
 def comparable_losses(group: Group, base: Group) -> list[float]:
     """Returns the group's losses, [] if they are of other tokens than the base's."""
-    return group.losses if OF_LOSS.keys().isdisjoint(differences(group, base)) else []
+    if OF_LOSS.keys() & differences(group, base):
+        return []
+    return group.losses
 
 
 def unpaired(group: Group, base: Group) -> dict[str, Difference]:
@@ -959,8 +965,10 @@ def record_verdict(group: Group, base: Group) -> Verdict:
         target_verdict(group, target),
         mean_verdict("time", group.time.mean, base.time.mean, possessive(base.label), time_p),
     ):
-        reasons = reasons_for if verdict.shown else reasons_against
-        reasons.append(verdict.text)
+        if verdict.shown:
+            reasons_for.append(verdict.text)
+        else:
+            reasons_against.append(verdict.text)
     if claim == "record" and not reasons_against:
         reasons_against += ask_referee(group.counted[0])
     because = filter(None, ["; ".join(reasons_against), " and ".join(reasons_for)])
@@ -1467,7 +1475,9 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
         before = listed.get(folder, 0)
         if count < before and not unreadable:
             errors.append(f"{folder}: {count} of its {before} listed runs count: restore the other logs")
-        reason = "" if folder in listed else refuse(record, records)
+        reason = ""
+        if folder not in listed:
+            reason = refuse(record, records)
         if reason:
             refused.append(f"{folder}: not listed, because {reason}")
         else:
@@ -1491,7 +1501,9 @@ def refuse(record: Record, others: list[Record]) -> str:
     if len(record.groups) == 1:
         return record.group.lacks_runs or "it has no baseline/, which it must be faster than"
     verdict = record_verdict(record.group, record.groups[0])
-    return "" if verdict.shown else verdict.text
+    if verdict.shown:
+        return ""
+    return verdict.text
 
 
 def record_tables(records: list[Record]) -> str:
@@ -1500,7 +1512,10 @@ def record_tables(records: list[Record]) -> str:
     for track in tracks.TRACKS:
         lines += [f"### `{track}`", ""]
         rows = [record_row(record) for record in records if record.track == track]
-        lines += markdown_table(RECORD_COLUMNS, rows) if rows else ["None yet.", ""]
+        if rows:
+            lines += markdown_table(RECORD_COLUMNS, rows)
+        else:
+            lines += ["None yet.", ""]
     return "\n".join(lines)
 
 
