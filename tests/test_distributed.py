@@ -334,7 +334,7 @@ def bytes_sent(cfg, ranks):
             is_copy = name == "embed" and plan.tied
             if name == "ngrams" or param.spec.exchange == "sparse":
                 for rows, found in zip(read, ranks):
-                    rows |= found["reads"][step][param.selector]
+                    rows |= found["reads"][step][param.rows_by]
                 if is_due:
                     add_rows_sent(sent, param, read, is_copy)
                     read = [set() for _ in ranks]
