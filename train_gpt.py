@@ -2373,11 +2373,12 @@ def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) ->
     After T there is one more document. version: the cache knows cu_seqlens by its identity; this changes with
     its contents.
     """
-    positions = torch.arange(padded(T, QUERY_BLOCK), device=cu_seqlens.device)
-    before = padded(window, QUERY_BLOCK)
-    first = first_seen(cu_seqlens, len(positions), window).view(-1, QUERY_BLOCK, 1)
-    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + QUERY_BLOCK, QUERY_BLOCK).unsqueeze(1)
-    seen = (first <= keys) & (keys <= positions.view(-1, QUERY_BLOCK, 1))
+    block = QUERY_BLOCK
+    positions = torch.arange(padded(T, block), device=cu_seqlens.device)
+    before = padded(window, block)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
+    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
+    seen = (first <= keys) & (keys <= positions.view(-1, block, 1))
     return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
 
 
