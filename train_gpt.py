@@ -2000,11 +2000,11 @@ class GPT(nn.Module):
         """
         if stage == self.rotary_stage:
             return
-        for layer in self.cfg.layers:
-            if layer.attention:
-                new = self.rotary_family(stage, layer)
-                family = self.rotary.setdefault((layer.window, layer.narrow_qk), new)
-                torch._foreach_copy_([*family], [*new])
+        kinds = {(layer.window, layer.narrow_qk): layer for layer in self.cfg.layers if layer.attention}
+        for kind, layer in kinds.items():
+            new = self.rotary_family(stage, layer)
+            family = self.rotary.setdefault(kind, new)
+            torch._foreach_copy_([*family], [*new])
         self.rotary_stage = stage
 
     def rotary_family(self, stage: int, layer: Layer) -> RotaryFamily:
@@ -2331,7 +2331,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # Two forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl), and dense_attention,
 # which makes scores block by block. Other scores need an edit of each.
 
-QUERY_BLOCK = 32  # of a block. With more, it has more keys that most of its queries do not see.
+QUERY_BLOCK = 32  # queries of a block. With more, it has more keys that most of them do not see.
 
 
 def dense_attention(

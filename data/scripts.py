@@ -72,7 +72,7 @@ def run_script(
     except FileNotFoundError as error:
         sys.exit(f"{parser.prog}: there is no {error.filename}")
     except MemoryError:
-        sys.exit(f"{parser.prog}: there is not enough memory; a text is read whole, JSON lines are not")
+        sys.exit(f"{parser.prog}: there is not enough memory")
     except expected as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:
