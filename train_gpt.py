@@ -18,29 +18,31 @@ The words preset has GPT-2's tokens, for two cores: it tests what depends on the
 
 Sections, in the order of reading: a run's settings, a step, the model; then what these rest on
     1  This text, imports
-    2  Settings     layer, parameter and stage tables; the presets; shapes and initial values of parameters
+    2  Settings     tables of layers, parameters and stages; the other settings; the presets
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Helpers      a user's errors, labels in traces, compilation, CUDA graphs, dtypes
     5  Step         what a batch holds; train_step, forward_backward, validate
-    6  Model        GPT: embeddings, layers, the head with its loss
+    6  Model        gates; parameters' shapes and initial values; GPT: embeddings, layers, head and loss
     7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
     8  Operations   in plain torch, some with Triton kernels: norm, rotary embedding, attention, FP8, squared
                     ReLU, loss, copy pointer, rows of tables; the backend of a run, which chooses
     9  Optimizer    scatter, work and gather of all that is updated, in explicit orders
-    10 Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
+    10 Parameters   the objects that are updated: their gradients, updates and averages; n-gram memory
     11 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
     12 Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     13 Data         shards, prefixes of tokens, micro-batches that begin with a document, hashes, touched
                     rows, batches that a thread builds ahead
-    14 Command line --set name=value, what settings must satisfy, options
-    15 Saving       saved models, checkpoints
-    16 Run          processes, clock, log; warm-up, the timed loop; run() is the whole story
+    14 Command line --set name=value, options
+    15 Checks       what settings must satisfy
+    16 Saving       saved models, checkpoints, what must be the same to resume a run
+    17 Run          processes, clock, log; warm-up, the timed loop; run() is the whole story
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
 of its table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of
 D), F the MLP's width, L the layers, V the padded vocabulary, K the targets of a token or its rows of n-grams.
-Dq and Dv are the widths of a head's queries and values. In code, F is torch.nn.functional.
+Dq and Dv are the widths of a head's queries and values. In code, F is torch.nn.functional. docs/glossary.md
+explains the words.
 
 The stream is the residual stream. x0 is the tokens' embeddings, smeared and normed, with which it begins; in
 layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
@@ -123,8 +125,7 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 
 
 # ============================================================================================================
-# 2  Settings. What a reader edits: tables of layers, parameters and stages, and fields for the rest; presets;
-#    then gates, and the parameters' shapes and initial values.
+# 2  Settings. What a reader edits: tables of layers, parameters and stages, fields for the rest, and presets.
 # ============================================================================================================
 
 DType = Literal["bfloat16", "float32", "float64"]
@@ -137,14 +138,16 @@ Fraction = Annotated[float, 0, 1]
 # moves at each tick. What averages gradients, such as betas and slow_rate, is a Fraction, and stays as it is.
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
-# A pair: steps between two updates before Config.late_updates_from, and from that step on; of lm_head and
-# embed 1, 1 or 2, 2. Gradients are summed in between. Adam's and the n-grams' betas and decay are stated for
+# Two numbers of steps from one update to the next: the first holds up to Config.late_updates_from, the second
+# from that step on. Gradients are summed in between. Adam's and the n-grams' betas and decay are stated for
 # the first number; ANVIL takes no account of the interval.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 
 @dataclass(frozen=True)
 class Layer:
+    """Says which parts a layer has: a row of Config.layers."""
+
     # paired: two heads share one sequence of twice the length. Empty: this layer does not attend.
     attention: Literal["plain", "paired", ""] = "plain"
     # A field of Windows. The rotary embedding is adapted to it.
@@ -167,6 +170,7 @@ class Layer:
     mudd: bool = False
 
 
+# Record 92's.
 LAYERS = (
     Layer("paired", narrow_qk=True, x0=True, ngram=True),  # 0
     Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, ngram=True),  # 1
@@ -244,7 +248,7 @@ class ParamSpec:
     optimizer: str = "adam"  # a name in UPDATE_RULES
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
     update_every: UpdateInterval = (2, 2)
-    dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
+    dtype: Literal["model", "float32"] = "model"  # model: the config's; float32: acc_dtype() of it
     # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
     # all-to-all, then in fp32 and in rank order (sparse always does this).
     reduction: Literal["collective", "fp32"] = "collective"
@@ -254,8 +258,8 @@ class ParamSpec:
 # fmt: off
 Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
-# Gradients are exchanged in this order: the n-grams' come first, and the small parameters' last. Names are
-# record 92's, where it has the parameter.
+# Gradients are exchanged in the order of these rows, but the n-grams' come first, and the small parameters'
+# last. Names are record 92's, where it has the parameter, and most numbers are.
 PARAMS = (
     #     name              lr_mul wd_mul kind     rows_by        exchange
     Bank("qk_bank"),
@@ -359,6 +363,8 @@ class Ngrams:
 
 @dataclass(frozen=True)
 class Stage:
+    """Says how the run goes on for some steps: a row of Config.stages. plan_step() reads it."""
+
     steps: Steps
     batch_tokens: Positive  # over all ranks and micro-batches
     max_doc_len: Positive  # longer documents are truncated to so many tokens
@@ -384,10 +390,9 @@ class Config:
     and WORDS one of CPU.
 
     A new switch also needs a row of PARTS in tests/test_switches.py. A new number needs a row of ADDED in
-    evals/saved_model.py, for models saved before. Constants that are no settings: GATE_DIM, MUDD_SCALE, the
-    initial values of param_table(), gate_table() and MUDD_OUTPUTS below, the numbers of rotary_family() in
-    section 6, NORM_EPS, FP8_* and PROB_FLOOR in 8, ANVIL_MAPS and ROW_EPS in 11, COPY_LENGTHS, COLUMN_STRIDE
-    and HASH_MULTIPLIER in 13; and untie_step().
+    evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are used; the
+    main ones are GATE_DIM, MUDD_SCALE, the initial values of param_table(), gate_table() and MUDD_OUTPUTS,
+    and the numbers of rotary_family() in section 6, FP8_* in 8, ANVIL_MAPS in 11, and untie_step() in 3.
     """
 
     # data and goal
@@ -400,7 +405,7 @@ class Config:
     val_every: int = 250  # validate before step 0 and after every so many, and at the end; 0: only there
     # the model
     vocab_size: Positive = 50257
-    # Rows of embedding tables and columns of the head; those of padding train like the rest.
+    # Rows of embedding tables and columns of the head. The head's columns of padding train like the rest.
     padded_vocab: Positive = 50304
     bos_id: int = 50256
     bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
@@ -438,14 +443,13 @@ class Config:
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
     dtype: DType = "bfloat16"  # of weights and activations
-    # The schedule. `--set length=0.5` halves every field of type Steps: the stages' and the momentum's,
-    # averages' windows, late_updates_from and two_momenta_from. It rescales what the settings to its left
-    # have set. A preset's own length is applied before all settings, so a copy of the script can be shortened
-    # in one place.
+    # The schedule. `--set length=0.5` halves every field of type Steps, such as the stages' steps, and adapts
+    # every TickRate. It rescales what the settings to its left have set. A preset's own length is applied
+    # before all settings, so a copy of the script can be shortened in one place.
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients agree, large ones
-    # average out noise later. At the end batches shrink again, and the last stage trains at the rate that the
-    # cooldown ends at.
+    # average out noise later. At the end batches shrink again. The last stage trains at the rate at which the
+    # cooldown ends.
     # fmt: off
     stages: tuple[Stage, ...] = (
         #   steps  batch  docs   windows         lr_mul  mtp        prefix
@@ -457,26 +461,20 @@ class Config:
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
-    # The last part of the steps before the last stage, in which the rate falls to the last stage's.
+    # In this last part of the steps before the last stage, lr_mul moves from the stage's to the last stage's.
     cooldown_frac: Fraction = 0.80
-    # Nesterov's, min at both ends of the run. While the loss falls fast old gradients mislead (record 9).
-    momentum_min: Fraction = 0.85
-    momentum_max: Fraction = 0.93
-    momentum_warmup: Steps = 240  # steps from min to max
-    momentum_cooldown: Steps = 50  # last steps, back towards min
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
     averages: tuple[WeightAverage, ...] = AVERAGES  # after the last step parameters move to them, in order
-    # The optimizer.
     params: tuple[ParamSpec, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
-    # Of what Adam updates, all parameters of another kind than bank:
+    # Adam, for all parameters but the banks:
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # Of what ANVIL updates, the banks, down to fast_weight; momentum_* above are ANVIL's, too:
+    # ANVIL, for the banks (section 11):
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -484,15 +482,20 @@ class Config:
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    # ANVIL has two running averages of the gradients, a fast and a slow momentum. A step moves the slow
-    # one by this share towards its gradient.
-    slow_rate: Fraction = 0.02
-    # Before this step Nesterov's rule takes the fast average alone, whose decay is the scheduled momentum,
-    # while the slow one only decides where weight decay acts. From this step on it takes a mean of both. The
-    # rule's own factor stays the scheduled momentum.
+    # The momentum of Nesterov's rule is min at both ends of the run. While the loss falls fast old gradients
+    # mislead (record 9).
+    momentum_min: Fraction = 0.85
+    momentum_max: Fraction = 0.93
+    momentum_warmup: Steps = 240  # steps from min to max
+    momentum_cooldown: Steps = 50  # last steps, back towards min
+    # There are two running averages of the gradients, a fast and a slow one. Before the step two_momenta_from
+    # Nesterov's rule takes the fast one alone, which decays by the momentum, while the slow one only decides
+    # where weight decay acts. From that step on the rule takes a mean of both, in which the fast one has the
+    # share fast_weight, and decays by fast_beta. Each step moves the slow one by slow_rate.
     two_momenta_from: Steps = 514
-    fast_beta: Fraction = 0.85  # from then on: the fast average's decay,
-    fast_weight: Fraction = 0.4385  # and its weight in the mean
+    fast_beta: Fraction = 0.85
+    fast_weight: Fraction = 0.4385
+    slow_rate: Fraction = 0.02
     # How the run computes. None of these changes the algorithm: they change speed, memory and rounding.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
@@ -510,7 +513,7 @@ class Config:
     # loses.
     bf16_mlp: bool = True
     device: Literal["gpu", "cpu"] = "gpu"  # gpu: if there is one
-    compile: bool = True  # torch.compile what is marked @compiled, and the optimizer's updates
+    compile: bool = True  # torch.compile what is marked @compiled
     # On a GPU a micro-batch's forward and backward become one launch. No GPU has run this yet.
     cuda_graphs: bool = False
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
@@ -534,7 +537,8 @@ class Config:
 
 RECORD = Config()
 
-# All layers of the record preset, at widths that two laptop cores train in a minute or two, on bytes.
+# The record preset's layers, without XSA and the copy pointer, on bytes, at widths that two laptop cores
+# train in a minute or two.
 CPU = replace(
     RECORD,
     preset="cpu",
@@ -606,8 +610,8 @@ CPU = replace(
     compile=False,
 )
 
-# The record preset's layers on GPT-2's tokens, at widths for two cores: it shows what depends on the
-# vocabulary. What is not named here is as in the cpu preset, for example the softcap.
+# The cpu preset with GPT-2's tokens and the copy pointer, to show what depends on the vocabulary. What is not
+# named here is as in the cpu preset, for example the softcap.
 WORDS = replace(
     CPU,
     preset="words",
@@ -658,255 +662,14 @@ WORDS = replace(
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
-# ---- Gates, the small MLPs' outputs; parameters' shapes and initial values ---------------------------------
-
-# A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
-# products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
-# outputs. GPT.scalars has two numbers for each layer, then those of the smear and of the skip.
-LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
-
-
-# The parameters of two small MLPs are stacked along their first axis.
-# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
-TO_LAYER, TO_HEAD = 0, 1
-# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
-EARLY, LATE = 0, 1
-
-
-class Gate(NamedTuple):
-    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
-    is used without a sigmoid; only that of xsa goes through a tanh.
-
-    Another gate is a field of Layer, a line of gate_table(), and gates[use, i] where it acts: in
-    GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
-    embeddings and the pointer have gates of other kinds, which do not come from here.
-    """
-
-    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
-    use: str
-    layer: int
-    columns: int  # one, or one a head
-    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
-
-
-def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
-    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
-
-    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it.
-    """
-    early: list[Gate] = []
-    late: list[Gate] = []
-    layers = []  # each layer's number, the layer itself, and the table of its gates
-    for i, layer in enumerate(cfg.layers):
-        table = late if i > cfg.skip_from else early
-        layers.append((i, layer, table))
-    for i, layer, table in layers:
-        if layer.xsa:
-            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
-    for i, layer, table in layers:
-        if layer.gate:
-            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
-    for i, layer, table in layers:
-        if layer.x0:
-            table.append(Gate("x0", i, columns=1, bias=0.0))
-        if layer.ngram:
-            table.append(Gate("ngram", i, columns=1, bias=0.5))
-    if cfg.skip_to < len(cfg.layers):
-        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
-    return early, late
-
-
-def used_scalars(cfg: Config) -> list[LayerScalars]:
-    """Returns which of its scalars each layer uses."""
-    used = []
-    for i, layer in enumerate(cfg.layers):
-        attends = bool(layer.attention)
-        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
-        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
-        scalars = LayerScalars(
-            qkv=attends,
-            out=attends,
-            resid_attention=has_own and adds,
-            resid_mlp=has_own,
-            post_attention=has_own and attends,
-            post_mlp=has_own and layer.mlps > 0,
-        )
-        used.append(scalars)
-    return used
-
-
-GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
-MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
-# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of LayerScalars'.
-MUDD_OUTPUTS = {
-    "first to value": 0,
-    "backout to value": 0,
-    "x to value": 0,
-    "first": 0,
-    "backout": 0,
-    "x": 0,
-    "left value": 20,  # the value embedding of the first half of the heads
-    "right value": 20,
-    "resid_attention": RESID_BIAS,
-    "post_attention": 10,
-    "first after": 0,  # added with attention's output
-    "ngram after": 0.5,
-    "resid_mlp": RESID_BIAS,
-    "post_mlp": 10,
-}
-
-
-def head_streams(cfg: Config) -> dict[str, float]:
-    """Returns the streams that final_norm adds before the head, by the names that GPT.trunk saves them under,
-    each with the initial bias of its weight, divided by MUDD_SCALE.
-    """
-    tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    values = {f"value {i}": 0.0 for i in range(tables)}
-    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
-    # (PR 140).
-    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
-    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
-
-
-def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    gates: tuple[list[float], list[float]] = ([], [])
-    for biases, table in zip(gates, gate_table(cfg)):
-        for gate in table:
-            biases.extend(gate.columns * [gate.bias])
-    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_streams(cfg).values())), "mudd_gate": gates}
-
-
-# Draws an initial value of this shape, on the CPU.
-Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
-
-
-def constant(value: float) -> Draw:
-    return lambda shape, generator: torch.full(shape, value)
-
-
-def normal(std: float) -> Draw:
-    return lambda shape, generator: std * torch.randn(shape, generator=generator)
-
-
-def uniform(std: float, inputs: int) -> Draw:
-    """std: for one input; of `inputs` it is divided by their root."""
-    bound = math.sqrt(3) * std * inputs**-0.5
-    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-
-def given_rows(*values: list[float]) -> Draw:
-    """Draws nothing: the rows are given, shorter ones padded with 0."""
-    tensors = [torch.tensor(row) for row in values]
-    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
-
-
-def first_of_pairs(draw_all: Draw) -> Draw:
-    """The second matrices of pairs are 0: a layer begins without MLP."""
-
-    def draw(shape, generator):
-        value = draw_all(shape, generator)
-        value[1::2] = 0
-        return value
-
-    return draw
-
-
-def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
-    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
-
-    One with a size of 0 is of a technique that is off: it does not exist.
-    """
-    d = cfg.dim
-    H = cfg.heads
-    D = cfg.head_dim
-    L = len(cfg.layers)
-    V = cfg.padded_vocab
-    attending = [layer for layer in cfg.layers if layer.attention]
-    narrow = sum(layer.narrow_qk for layer in attending)
-    wide = len(attending) - narrow
-    mlps = sum(layer.mlps for layer in cfg.layers)
-    value_tables = sum(layer.value for layer in attending)
-    value_gates = sum(layer.value and not layer.mudd for layer in attending)
-    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The mix before the head weighs each stream as a whole and by groups of its channels.
-    biases = small_mlp_biases(cfg)
-    streams = len(head_streams(cfg))
-    mudd_biases = max(len(MUDD_OUTPUTS), streams)
-    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
-    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
-    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
-    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
-    zeros = constant(0.0)
-    # Of each layer the factors of its QKV and of its output products; only values feel the first, as queries
-    # and keys are normed. Then the factor of the smear, and the skip's before its sigmoid.
-    scalars = [0.5, 1.0] * L + [0.0, -1.5]
-    return {
-        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
-        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
-        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
-        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
-        "scalars": ((2 * L + 2,), given_rows(scalars)),
-        "smear_gate": ((1, GATE_DIM), zeros),
-        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
-        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
-        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
-        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
-        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
-        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
-        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
-        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
-        "post_lambdas": ((L, 2), constant(1.0)),
-        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
-        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
-        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
-        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
-        "lm_head": ((d, V), normal(0.005)),
-        "bigram_embed": ((bigrams, d), zeros),
-        "value_embeds": ((V, value_tables, d), normal(0.01)),
-        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
-    }
-
-
-def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter that this model has, in the order of cfg.params.
-
-    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
-    """
-    table = param_table(cfg)
-    names = {spec.name for spec in PARAMS}
-    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_table()")
-    require(names == table.keys(), f"param_table() has {table.keys() - names}: give each a row of PARAMS")
-    shapes = {}
-    for spec in cfg.params:
-        shape, _ = table[spec.name]
-        if all(shape):
-            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
-            shapes[spec.name] = (first, *shape[1:])
-    return shapes
-
-
-def used_params(cfg: Config) -> list[ParamSpec]:
-    """Returns the parameter table's rows, without those of parameters that this model lacks."""
-    shapes = param_shapes(cfg, 1)
-    return [spec for spec in cfg.params if spec.name in shapes]
-
-
-def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
-    """Returns a parameter's initial value, drawn on the CPU and without padding."""
-    shape, draw = param_table(cfg)[name]
-    return draw(shape, seeded(name, seed))
-
-
 # ============================================================================================================
 # 3  Schedule. Pure functions of the settings and the step.
 # ============================================================================================================
 
 
 class StepPlan(NamedTuple):
+    """Says all that one step does: plan_step() makes it, and nothing else depends on the step's number."""
+
     step: int
     stage: int
     lr_mul: float  # of every learning rate, as scheduled; ParamSpec.lr_mul multiplies it
@@ -956,18 +719,23 @@ class StepPlan(NamedTuple):
 
 
 def untie_step(cfg: Config) -> int:
-    """Returns the last stage's first step, made odd so that Adam updates on it; with one stage, never."""
+    """Returns the last stage's first step, made odd so that Adam updates on it.
+
+    With one stage, or a last one that is too short, it is no step of the run: then lm_head and embed stay
+    tied.
+    """
     return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
 
 
 def part_at(t: float, parts: tuple):
-    """Returns the value whose equal part of 0 .. 1 holds t; 0 if there are none."""
+    """Splits 0 .. 1 into an equal part for each value, and returns the one of t; 0 if there are none."""
     return parts[int(t * len(parts))] if parts else 0
 
 
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
-    """Returns the factor of the learning rates: the stage's lr_mul. In the last cooldown_frac of the steps
-    before the last stage it moves, on a line, from that to the last stage's lr_mul.
+    """Returns the factor of the learning rates: the stage's lr_mul, and in the cooldown, the last
+    cooldown_frac of the steps before the last stage, a mean of that and of the last stage's, whose share
+    grows linearly from 0 to 1. So the factor still jumps where a stage begins.
     """
     end = cfg.stage_starts[-1]
     cooldown_from = int(end * (1 - cfg.cooldown_frac))
@@ -1236,24 +1004,31 @@ map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and t
 
 
 class Batch(NamedTuple):
+    """What one step trains on. The Prefetcher's thread builds it, and train_step() reads it."""
+
     plan: StepPlan
     micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
     position: tuple[int, ...]  # where the loader stands after this batch; a resumed run starts there
-    # By table, packed together: of each table that this step updates (section 12). "ngrams" only in the first
-    # step after an update of the n-grams: of the rows that all steps up to the next update read.
+    # The routes (section 12) of each table that this step updates, by table, packed together. Those of
+    # "ngrams" come with the first step after an update of the n-grams: they are of the rows that all steps up
+    # to the next update read.
     routes: dict[str, RowRoutes]
 
 
 class MicroBatch(NamedTuple):
+    """Some documents, one after the other: what one forward and backward takes. In section 13 it is made on
+    the host.
+    """
+
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
     # (K, T) int32, K for each token: rows of bigram_embed (K = 1), or of the n-gram table
     hashed_rows: Tensor
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    # (n,) int32: 0, the ends of the documents or of the pieces that attention splits them into, then T, which
-    # repeats up to a usual length
+    # (n,) int32: 0, then the ends of the documents, or of the pieces that attention splits them into. The
+    # last end, T, is repeated until n is a usual length.
     cu_seqlens: Tensor
-    max_seqlen: int  # a bound on the distance of successive ones
+    max_seqlen: int  # none of these documents or pieces is longer
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
     # By ParamSpec.rows_by: "inputs", "hashed_rows". Their ids are rows, but of n-grams slots (section 12).
@@ -1278,18 +1053,18 @@ def train_step(
     model.use_rotary(plan.stage)
     optimizer.begin(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
-    mlps_fp8 = None
+    fp8_weights = None
     if model.fp8_mlps:
-        mlps_fp8 = model.fp8_mlps.begin_step(model.mlp_bank, plan.fp8_exact)
+        fp8_weights = model.fp8_mlps.begin_step(model.mlp_bank, plan.fp8_exact)
 
     losses = []
     for micro_batch in batch.micro_batches:
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
-        args = model, optimizer, micro_batch, plan.windows, plan.prefix > 0, 1 / count, mlps_fp8
-        loss, row_grads = model.graphs.run(optimizer.written(), forward_backward, *args)
+        args = model, optimizer, micro_batch, plan.windows, plan.prefix > 0, 1 / count, fp8_weights
+        loss, row_grads = model.graphs.run(optimizer.accumulates(), forward_backward, *args)
         for param in optimizer.params.values():
-            param.end_backward()  # what the next micro-batch gives is added
+            param.end_backward()  # the next micro-batch's gradients are added; tables' always are
         optimizer.add_rows(row_grads, segments, model.signs)
         # For the log alone: gradients are those of the sum over a micro-batch's tokens.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
@@ -1309,19 +1084,19 @@ def forward_backward(
     windows: dict[str, int],
     with_prefix: bool,
     loss_share: float,
-    mlps_fp8: FP8MLP | None,
+    fp8_weights: FP8MLP | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Runs a micro-batch's forward and backward, which gives gradients to optimizer.params.
 
-    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: the factor that
-    all of them contain, 1 / this rank's micro-batches. Returns the weighted sum of losses, 0-d, and by table
+    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: 1 / this rank's
+    micro-batches, a factor of all these weights. Returns the weighted sum of losses, 0-d, and by table
     the gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument, or
     CUDAGraphs would replay what it was.
     """
     cfg = model.cfg
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
-    x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), mlps_fp8)  # (T, d)
+    x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_weights)  # (T, d)
     prefixes = model.prefixes if with_prefix else None
     targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
     pointer_probs = None
@@ -1359,10 +1134,6 @@ def forward_backward(
     return loss, row_grads
 
 
-# A screen is drawn often; a file would keep every line.
-progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
-
-
 def validate(
     model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int], slices: int | None = None
 ) -> float:
@@ -1383,39 +1154,252 @@ def validate(
     return exchange.all_reduce(losses).wait().mean().item()
 
 
-class AsyncLoss:
-    """Reads the losses of steps without waiting for the device.
+# ============================================================================================================
+# 6  Model. Gates, and the parameters' shapes and initial values; GPT with its embeddings, layers and head;
+#    functions of the forward and of the loss's targets.
+# ============================================================================================================
 
-    latest: the newest (step, loss) that has arrived; before the first (0, None).
+# ---- Gates, the small MLPs' outputs; parameters' shapes and initial values ---------------------------------
+
+# A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
+# products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
+# outputs. GPT.scalars has two numbers for each layer, then those of the smear and of the skip.
+LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
+
+
+# The parameters of two small MLPs are stacked along their first axis.
+# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
+TO_LAYER, TO_HEAD = 0, 1
+# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
+EARLY, LATE = 0, 1
+
+
+class Gate(NamedTuple):
+    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
+    is used without a sigmoid; only that of xsa goes through a tanh.
+
+    Another gate is a field of Layer, a line of gate_table(), and gates[use, i] where it acts: in
+    GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
+    embeddings and the pointer have gates of other kinds, which do not come from here.
     """
 
-    def __init__(self):
-        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
-        self.latest = (0, None)
-
-    def push(self, step: int, loss: Tensor) -> None:
-        """Starts the copy of a step's loss, 0-d."""
-        arrived = None
-        if loss.is_cuda:
-            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.queue.append((step, loss, arrived))
-
-    def poll(self) -> None:
-        """Takes what has arrived. Raises UserError if it is not finite."""
-        while self.queue:
-            step, loss, arrived = self.queue[0]
-            if arrived is not None and not arrived.query():
-                break
-            self.queue.pop(0)
-            self.latest = (step, loss.item())
-            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
+    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
+    use: str
+    layer: int
+    columns: int  # one, or one a head
+    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
 
 
-# ============================================================================================================
-# 6  Model. GPT with its layers, embeddings and head; functions of the forward and of the loss's targets.
-# ============================================================================================================
+def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
+    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
+
+    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layers after it. The order of columns is record 92's.
+    """
+    early: list[Gate] = []
+    late: list[Gate] = []
+    layers = []  # each layer's number, the layer itself, and the table of its gates
+    for i, layer in enumerate(cfg.layers):
+        table = late if i > cfg.skip_from else early
+        layers.append((i, layer, table))
+    for i, layer, table in layers:
+        if layer.xsa:
+            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+    for i, layer, table in layers:
+        if layer.gate:
+            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+    for i, layer, table in layers:
+        if layer.x0:
+            table.append(Gate("x0", i, columns=1, bias=0.0))
+        if layer.ngram:
+            table.append(Gate("ngram", i, columns=1, bias=0.5))
+    if cfg.skip_to < len(cfg.layers):
+        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    return early, late
+
+
+def used_scalars(cfg: Config) -> list[LayerScalars]:
+    """Returns which of its scalars each layer uses."""
+    used = []
+    for i, layer in enumerate(cfg.layers):
+        attends = bool(layer.attention)
+        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
+        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
+        scalars = LayerScalars(
+            qkv=attends,
+            out=attends,
+            resid_attention=has_own and adds,
+            resid_mlp=has_own,
+            post_attention=has_own and attends,
+            post_mlp=has_own and layer.mlps > 0,
+        )
+        used.append(scalars)
+    return used
+
+
+GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
+MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
+# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
+# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of LayerScalars'.
+MUDD_OUTPUTS = {
+    "first to value": 0,
+    "backout to value": 0,
+    "x to value": 0,
+    "first": 0,
+    "backout": 0,
+    "x": 0,
+    "left value": 20,  # the value embedding of the first half of the heads
+    "right value": 20,
+    "resid_attention": RESID_BIAS,
+    "post_attention": 10,
+    "first after": 0,  # this and the next are added where attention's output is
+    "ngram after": 0.5,
+    "resid_mlp": RESID_BIAS,
+    "post_mlp": 10,
+}
+
+
+def head_streams(cfg: Config) -> dict[str, float]:
+    """Returns the streams that final_norm adds before the head, by the names that GPT.trunk saves them under,
+    each with the initial bias of its weight, divided by MUDD_SCALE.
+    """
+    tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    values = {f"value {i}": 0.0 for i in range(tables)}
+    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
+    # (PR 140).
+    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
+    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
+
+
+def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
+    gates: tuple[list[float], list[float]] = ([], [])
+    for biases, table in zip(gates, gate_table(cfg)):
+        for gate in table:
+            biases.extend(gate.columns * [gate.bias])
+    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_streams(cfg).values())), "mudd_gate": gates}
+
+
+# Draws an initial value of this shape, on the CPU.
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+def constant(value: float) -> Draw:
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def normal(std: float) -> Draw:
+    return lambda shape, generator: std * torch.randn(shape, generator=generator)
+
+
+def uniform(std: float, inputs: int) -> Draw:
+    """Draws from a uniform distribution around 0, whose standard deviation is std / sqrt(inputs)."""
+    bound = math.sqrt(3) * std * inputs**-0.5
+    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+
+def given_rows(*values: list[float]) -> Draw:
+    """Draws nothing: the rows are given. Shorter ones are padded with 0, and a single one may be a vector."""
+    tensors = [torch.tensor(row) for row in values]
+    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
+
+
+def first_of_pairs(draw_all: Draw) -> Draw:
+    """Sets the second matrix of every pair to 0, so that a layer begins without MLP."""
+
+    def draw(shape, generator):
+        value = draw_all(shape, generator)
+        value[1::2] = 0
+        return value
+
+    return draw
+
+
+def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
+    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
+
+    One with a size of 0 is of a technique that is off: it does not exist.
+    """
+    d = cfg.dim
+    H = cfg.heads
+    D = cfg.head_dim
+    L = len(cfg.layers)
+    V = cfg.padded_vocab
+    attending = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in attending)
+    wide = len(attending) - narrow
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    value_tables = sum(layer.value for layer in attending)
+    value_gates = sum(layer.value and not layer.mudd for layer in attending)
+    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
+    # The mix before the head weighs each stream as a whole and by groups of its channels.
+    biases = small_mlp_biases(cfg)
+    streams = len(head_streams(cfg))
+    mudd_biases = max(len(MUDD_OUTPUTS), streams)
+    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
+    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
+    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
+    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
+    zeros = constant(0.0)
+    # Each layer's factors of its QKV and of its output product. Queries and keys are normed, so only values
+    # feel the first. Then the factor of the smear, and the skip's before its sigmoid.
+    scalars = [0.5, 1.0] * L + [0.0, -1.5]
+    return {
+        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
+        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
+        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
+        "scalars": ((2 * L + 2,), given_rows(scalars)),
+        "smear_gate": ((1, GATE_DIM), zeros),
+        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
+        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
+        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
+        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
+        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
+        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
+        "post_lambdas": ((L, 2), constant(1.0)),
+        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
+        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
+        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
+        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
+        "lm_head": ((d, V), normal(0.005)),
+        "bigram_embed": ((bigrams, d), zeros),
+        "value_embeds": ((V, value_tables, d), normal(0.01)),
+        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
+    }
+
+
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter that this model has, in the order of cfg.params.
+
+    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
+    """
+    table = param_table(cfg)
+    names = {spec.name for spec in PARAMS}
+    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_table()")
+    require(names == table.keys(), f"param_table() has {table.keys() - names}: give each a row of PARAMS")
+    shapes = {}
+    for spec in cfg.params:
+        shape, _ = table[spec.name]
+        if all(shape):
+            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
+            shapes[spec.name] = (first, *shape[1:])
+    return shapes
+
+
+def used_params(cfg: Config) -> list[ParamSpec]:
+    """Returns the parameter table's rows, without those of parameters that this model lacks."""
+    shapes = param_shapes(cfg, 1)
+    return [spec for spec in cfg.params if spec.name in shapes]
+
+
+def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
+    """Returns a parameter's initial value, drawn on the CPU and without padding."""
+    shape, draw = param_table(cfg)[name]
+    return draw(shape, seeded(name, seed))
 
 
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
@@ -1539,10 +1523,10 @@ class GPT(nn.Module):
     def look_up(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
         """Returns what a micro-batch's tokens look up, by table, for forward().
 
-        Of a table of tokens: each token's row (T, ...). Of bigram_embed or the n-grams: sums of rows (T,
-        width). In training the rows of n-grams are in NgramTable.cache; otherwise they are fetched here. In
-        training autograd leaves gradients in the `grad` of all that is returned, of which add_rows() takes
-        them to the tables.
+        From a table of tokens each token's row, (T, ...); from bigram_embed or the n-grams sums of rows, (T,
+        width). In training, rows of n-grams are in NgramTable.cache, and the backward leaves gradients in the
+        `grad` of what the layers have read, which add_rows() adds to the tables. Otherwise rows of n-grams
+        are fetched here.
         """
         found = {self.ngram_key: self.ngram_sums(micro_batch, training)}
         for name in self.token_tables:
@@ -1578,18 +1562,18 @@ class GPT(nn.Module):
         micro_batch: MicroBatch,
         windows: dict[str, int],
         banks: dict[str, Weight] | None = None,
-        mlps_fp8: FP8MLP | None = None,
+        fp8_weights: FP8MLP | None = None,
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
         windows: tokens, by name. banks: Optimizer.banks(). Without it, outside of training steps, the banks'
-        gradients are autograd's. With `mlps_fp8`, the result of FP8MLPState.begin_step, MLPs are in
+        gradients are autograd's. With `fp8_weights`, the result of FP8MLPState.begin_step, MLPs are in
         FP8.
         """
         if banks is None:
             banks = {name: Weight(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
-        return self.trunk(looked_up, sequence, windows, banks, mlps_fp8)
+        return self.trunk(looked_up, sequence, windows, banks, fp8_weights)
 
     @compiled
     def trunk(  # compiler_of() names some of its arguments
@@ -1598,7 +1582,7 @@ class GPT(nn.Module):
         sequence: tuple[Tensor, int],
         windows: dict[str, int],
         banks: dict[str, Weight],
-        mlps_fp8: FP8MLP | None,
+        fp8_weights: FP8MLP | None,
     ) -> Tensor:
         """Computes forward: one graph, if it is compiled, and so is its backward.
 
@@ -1632,7 +1616,9 @@ class GPT(nn.Module):
         }
         for i, value in enumerate(value_embeds):
             saved[f"value {i}"] = value
-        for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, value_embeds, mlps_fp8, T))):
+        for i, (layer, w) in enumerate(
+            zip(cfg.layers, self.layer_weights(banks, value_embeds, fp8_weights, T))
+        ):
             if i == cfg.skip_to:
                 x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
             added: list[Term] = []  # to the stream, before the MLPs
@@ -1668,13 +1654,15 @@ class GPT(nn.Module):
         return final_norm(x, self.small_mlp("mudd", TO_HEAD, x), streams)
 
     def layer_weights(
-        self, banks: dict[str, Weight], value_embeds: Sequence[Tensor], mlps_fp8: FP8MLP | None, T: int
+        self, banks: dict[str, Weight], value_embeds: Sequence[Tensor], fp8_weights: FP8MLP | None, T: int
     ) -> list[LayerWeights]:
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
         All lie in the order of the layers that use them. vo_bank has a value and an output matrix for each
-        layer, mlp_bank fc and proj for each MLP. qk_bank and narrow_qk_bank have as many matrices for a layer
-        as it has heads: first its queries, two heads a matrix, then its keys.
+        layer that attends, mlp_bank fc and proj for each MLP. qk_bank and narrow_qk_bank have as many
+        matrices for a layer as it has heads: their rows are first all its queries', then all its keys'. So in
+        the record preset layer 3, the first with wide heads, has matrices 0 .. 5 of qk_bank, and the first
+        three are its queries'.
         """
         cfg = self.cfg
         matrices = {}
@@ -1685,7 +1673,7 @@ class GPT(nn.Module):
             matrices[name] = bank.split(rows)
         value_tables = iter(value_embeds)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
-        fp8_mlps = iter(mlps_fp8.split() if mlps_fp8 else ())
+        fp8_of_mlps = iter(fp8_weights.split() if fp8_weights else ())
         layers = []
         for layer, scalars in zip(cfg.layers, self.layer_scalars(T)):
             qk = v = out = value = ve_gate = None
@@ -1704,7 +1692,7 @@ class GPT(nn.Module):
             for _ in range(layer.mlps):
                 fc = next(matrices["mlp_bank"])
                 proj = next(matrices["mlp_bank"])
-                mlps.append(MLPWeights(fc, proj, next(fp8_mlps, None)))
+                mlps.append(MLPWeights(fc, proj, next(fp8_of_mlps, None)))
             layers.append(LayerWeights(qk, v, out, value, ve_gate, mlps, scalars))
         return layers
 
@@ -1764,22 +1752,11 @@ class GPT(nn.Module):
         layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
         cos, sin, softmax_scale = self.rotary[layer.window, layer.narrow_qk]
         qk, v = self.queries_keys_values(layer, h, w)  # (T, 2, H, Dq), (T, H, Dv)
-        values = v
         if layer.attention == "paired":
-            # Paired heads: two heads share one sequence of twice the length, so each query sees both heads'
-            # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
-            # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2).
-            # For H = 4, heads 0 1 2 3 rotate as 2t + 0 1 0 1 and stand in rows 2t + 0 0 1 1: so does the
-            # record. The window counts rows.
-            cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
-            sin = sin[: 2 * T].view(T, 1, 1, 2, -1)
-            qk = rotate(qk.unflatten(2, (-1, 2)), cos, sin)  # (T, 2, H/2, 2, Dq)
-            q, k = qk.unbind(1)
-            q = q.reshape(2 * T, heads // 2, -1)  # (2T, H/2, Dq)
-            k = k.reshape(2 * T, heads // 2, -1)
-            values = v.unflatten(1, (2, -1)).flatten(0, 1)  # compiled code would copy reshape's
+            q, k, values = pair_heads(qk, v, cos, sin)
         else:
             q, k = rotate(qk, cos[:T, None, None], sin[:T, None, None]).unbind(1)  # (T, H, Dq) each
+            values = v
         if layer.key_shift:
             k = shift_keys(k)
         y = self.backend.attention(softmax_scale * q, k, values, *sequence, window)
@@ -1969,8 +1946,8 @@ class GPT(nn.Module):
         """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
         are computed again.
 
-        They sum to less than 1: the head's columns of padding are no tokens, and keep their probability. It
-        counts in the loss, too. The column of the pointer's gate has none.
+        They sum to less than 1 if the head has columns of padding, which are no tokens, and keep their
+        probability, here as in the loss. The column of the pointer's gate has none.
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
@@ -2035,7 +2012,7 @@ class GPT(nn.Module):
 
 
 def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-    """Adds to each token's embedding (T, d) a gated share of the one before.
+    """Adds to each token's embedding (T, d) a gated share of the one before, also of another document's.
 
     gate (1, GATE_DIM); scale 0-d. Attention would spend a head on it (PR 130).
     """
@@ -2043,8 +2020,28 @@ def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
 
 
+def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotates paired heads. Returns their queries and keys (2T, H/2, Dq), and values (2T, H/2, Dv).
+
+    qk (T, 2, H, Dq), v (T, H, Dv); cos and sin of 2T positions or more.
+
+    Two heads share one sequence of twice the length, so each query sees both heads' keys and values, more to
+    attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of H/2 heads: head h rotates
+    as time 2t + h mod 2, and is attended as row 2t + h // (H/2). For H = 4, heads 0 1 2 3 rotate as
+    2t + 0 1 0 1 and stand in rows 2t + 0 0 1 1: so does the record.
+    """
+    T, heads, _ = v.shape
+    cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
+    sin = sin[: 2 * T].view(T, 1, 1, 2, -1)
+    q, k = rotate(qk.unflatten(2, (-1, 2)), cos, sin).unbind(1)  # (T, H/2, 2, Dq) each
+    q = q.reshape(2 * T, heads // 2, -1)
+    k = k.reshape(2 * T, heads // 2, -1)
+    return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # compiled code would copy reshape's
+
+
 def shift_keys(k: Tensor) -> Tensor:
-    """Takes the second half of each key (T, H, D) from the token before; token 0 keeps its own.
+    """Takes the second half of each key (T, H, D) from the token before, also of another document; token 0
+    keeps its own.
 
     This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
     its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
@@ -2084,9 +2081,8 @@ def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
 
 @compiled
 def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Returns each position's targets (T, count) int64: its next `count` tokens. -1: none.
-
-    targets (T,): the next one. With `prefixes` (V,), a last column has the next token's prefix.
+    """Returns the next `count` tokens of each position, (T, count) int64, from the next one alone, `targets`
+    (T,). -1: there is none. With `prefixes` (V,), a last column has the next token's prefix.
     """
     columns = []
     for k in range(count):
@@ -2110,8 +2106,8 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 # ============================================================================================================
 
 
-def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
-    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
+def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], accumulate: Tensor) -> None:
+    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `accumulate`.
 
     For a weight in x w^T, a is the output's gradient and b is x; for one in x w, a is x.
     In one dtype the sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16
@@ -2119,10 +2115,10 @@ def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor]
     """
     out = main_grad[: a.size(1), : b.size(1)]
     if a.dtype == out.dtype:
-        out.addmm_(a.T, b) if written else torch.mm(a.T, b, out=out)
+        out.addmm_(a.T, b) if accumulate else torch.mm(a.T, b, out=out)
     elif a.element_size() > 1:
-        out.add_(a.T @ b) if written else out.copy_(a.T @ b)
-    elif written:
+        out.add_(a.T @ b) if accumulate else out.copy_(a.T @ b)
+    elif accumulate:
         out.add_(fp8_matmul(a.T, b, scales, torch.float32))
     else:
         fp8_matmul(a.T, b, scales, out.dtype, out=out)
@@ -2132,7 +2128,9 @@ def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor]
 # copies of this script with different names can be imported in one process. torch.library.custom_op would
 # take 0.1 ms more a call.
 LIBRARY = torch.library.Library(__name__.replace(".", "_"), "FRAGMENT")
-LIBRARY.define("write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor written) -> ()")
+LIBRARY.define(
+    "write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor accumulate) -> ()"
+)
 LIBRARY.impl("write_grad", write_grad, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LIBRARY)
 write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
@@ -2142,9 +2140,10 @@ class Weight(NamedTuple):
     """A matrix of a bank; or, until split(), the whole bank, which has one axis more."""
 
     w: Tensor  # (rows, cols)
-    main_grad: Tensor | None = None  # w's part of the bank's; None: its gradient is autograd's
-    # DenseParam.written, 0-d on the CPU: whether main_grad has a gradient already, to which the next is added
-    written: Tensor | None = None
+    # This matrix's part of the bank's; None: its gradient is autograd's. With a narrow w it is wider, and
+    # write_grad() writes the part that w has.
+    main_grad: Tensor | None = None
+    accumulate: Tensor | None = None  # DenseParam.accumulate
 
     def split(self, rows: int) -> Iterator[Weight]:
         """Returns a bank's matrices, of so many rows each, in their order."""
@@ -2153,14 +2152,14 @@ class Weight(NamedTuple):
         parts = self.w.flatten(0, -2).split(rows)
         whole = self.main_grad
         main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
-        return map(partial(Weight, written=self.written), parts, main_grads)
+        return map(partial(Weight, accumulate=self.accumulate), parts, main_grads)
 
     def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
             return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
         write = write_grad_op if torch.compiler.is_compiling() else write_grad
-        write(self.main_grad, a, b, scales, self.written)
+        write(self.main_grad, a, b, scales, self.accumulate)
         return None
 
 
@@ -2703,7 +2702,7 @@ class FP8MLPState:
         These are over all ranks, so that scales do not depend on how micro-batches are spread.
         """
         scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
-        # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
+        # 0, infinity and NaN leave the scale. In step 0 all of da is 0, because proj is.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.margins, scales))
 
@@ -2950,6 +2949,7 @@ def softcap_loss(
         sum_exp = exp_z.sum(dim=-1, keepdim=True)
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
         factor = slope * sum_weights / sum_exp
+        dz_at_targets = target_weights
     else:
         gate_column = pointer_probs.gate_column
         exp_gate = exp_z[:, gate_column]
@@ -2965,7 +2965,7 @@ def softcap_loss(
         p_head = p_vocab * (not_gate + gate * p_sink)
         p = p_head + gate * p_copy + PROB_FLOOR
         gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
-        first_weight = target_weights[:, :1].clone()
+        first_weight = target_weights[:, :1]
         other_weights = sum_weights - first_weight
         losses[:, :1] = -first_weight * p.log()
         weight_over_p = first_weight / p
@@ -2973,11 +2973,11 @@ def softcap_loss(
             torch.stack([-weight_over_p * gate, -weight_over_p * gate * p_vocab])[..., 0]
         )
         factor = slope * (weight_over_p * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
-        target_weights[:, :1] = weight_over_p * p_head
+        dz_at_targets = torch.cat([weight_over_p * p_head, target_weights[:, 1:]], 1)
         gate_s = s[:, gate_column]
         dz_gate = other_weights * gate - weight_over_p * gate_slope
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
-    grad.scatter_add_(1, target_ids, -slope * target_weights * target_s * (1 - target_s))
+    grad.scatter_add_(1, target_ids, -slope * dz_at_targets * target_s * (1 - target_s))
     if pointer_probs is not None:
         grad.index_copy_(1, gate_column, slope * dz_gate * gate_s * (1 - gate_s))
     losses = losses.sum(dim=-1)
@@ -3073,7 +3073,7 @@ def softcap_loss_kernel(
             tl.store(pointer_grad + rows, -w * gate)
             tl.store(pointer_grad + pointer_stride + rows, -w * gate * p_vocab)
             factor = w * (p_head + gate_slope) / not_gate
-            first_target_weight = w * p_head
+            first_dz_weight = w * p_head
             dz_gate = -w * gate_slope
     tl.store(losses + rows, loss)
 
@@ -3084,9 +3084,7 @@ def softcap_loss_kernel(
         softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
         dz = factor * softmax
         for k in tl.static_range(K):
-            target_weight = (
-                tl.load(loss_weights + k) if k > 0 or pointer_probs is None else first_target_weight
-            )
+            target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else first_dz_weight
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
         if pointer_probs is not None:
             dz = tl.where(cols == gate_col, dz_gate + cross_entropy_weight * softmax, dz)
@@ -3640,7 +3638,7 @@ class Optimizer:
         self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
             self.trainables = {"ngrams": self.ngrams} | self.trainables
-        self.begun: Batch | None = None
+        self.batch: Batch | None = None  # the one that begin() got last
         self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
         self.last_plan: StepPlan | None = None  # of the step before, whose averages have not ticked yet
 
@@ -3649,9 +3647,9 @@ class Optimizer:
         """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. The step before
         does this already if it has updated the n-grams. None: there is no batch any more.
         """
-        if batch is None or batch is self.begun:
+        if batch is None or batch is self.batch:
             return
-        self.begun, self.routes = batch, move(batch.routes, self.exchange.device)
+        self.batch, self.routes = batch, move(batch.routes, self.exchange.device)
         if "ngrams" in self.routes:
             self.ngrams.start_fetch(self.routes["ngrams"])
 
@@ -3670,13 +3668,13 @@ class Optimizer:
         """Returns the banks, by name, as matrix products take them."""
         return {name: param.weight() for name, param in self.params.items() if param.spec.kind == "bank"}
 
-    def written(self) -> tuple[bool, ...]:
+    def accumulates(self) -> tuple[bool, ...]:
         """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there.
 
         A backward reads this on the host, so a CUDA graph is of one such state.
         """
         dense = [param for param in self.params.values() if isinstance(param, DenseParam)]
-        return tuple(bool(param.written) for param in dense)
+        return tuple(bool(param.accumulate) for param in dense)
 
     @torch.no_grad()
     def step(self, plan: StepPlan, next_batch: Callable[[], Batch | None] = lambda: None) -> None:
@@ -3756,7 +3754,7 @@ class Optimizer:
         self.wait()
         for trainable in self.trainables.values():
             trainable.drop_grad()
-        self.begun = None
+        self.batch = None
         self.last_plan = None
 
 
@@ -3773,22 +3771,6 @@ class Optimizer:
 #    scatter        scatter: the mean over ranks begins         scatter
 #    work           update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
-#
-#    N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated
-#    after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that
-#    these steps read are fetched once, and their gradients return once. On the left what the batch-building
-#    thread does, while earlier steps train; on the right the main thread, from top to bottom:
-#
-#    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
-#    ids    route_ngrams: asker -> owner,    each backward   add_rows, to main_grad, at the same slots
-#           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
-#                                                            update: owners' mean in rank order, and the rule
-#                                                            rows of the next steps: to askers
-#
-#    No step takes time or memory in proportion to the table's rows. Sharded rows, and ids that are known
-#    ahead, so that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe,
-#    arXiv:2202.12429); tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366
-#    and nanochat PR 854.
 # ============================================================================================================
 
 
@@ -3956,8 +3938,8 @@ class SmallParams(ShardedParam):
 class DenseParam(ShardedParam):
     """A bank, or lm_head: backwards of matrix products write its gradient to main_grad directly.
 
-    written: whether main_grad holds a gradient of this sum already, to which the next one is added; the first
-    one overwrites it. It is a 0-d CPU tensor, as a bool would make torch.compile build two graphs.
+    accumulate: whether the next gradient is added to main_grad; the first one after an update overwrites it.
+    It is a 0-d CPU tensor, as a bool would make torch.compile build two graphs.
     A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
     """
 
@@ -3966,22 +3948,22 @@ class DenseParam(ShardedParam):
         by_autograd = spec.kind == "bank" and not cfg.main_grad
         self.main_grad = None if by_autograd else torch.zeros_like(p)
         p.requires_grad_(by_autograd)
-        self.written = torch.tensor(False)
+        self.accumulate = torch.tensor(False)
 
     def weight(self) -> Weight:
         """Returns the parameter as matrix products take it."""
         w = self.p if self.main_grad is None else self.p.detach()
-        return Weight(w, self.main_grad, self.written)
+        return Weight(w, self.main_grad, self.accumulate)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward: what follows is added to its gradient."""
-        self.written = torch.tensor(True)
+        self.accumulate = torch.tensor(True)
         if self.main_grad is not None:
             super().end_backward()
 
     def clear(self) -> None:
         self.p.grad = None
-        self.written = torch.tensor(False)
+        self.accumulate = torch.tensor(False)
 
     def drop_grad(self) -> None:
         self.clear()
@@ -4036,14 +4018,14 @@ class LMHead(DenseParam):
         first one sets all others to 0.
         """
         if columns is None:
-            write_grad(self.main_grad, a, b, scales, self.written)
+            write_grad(self.main_grad, a, b, scales, self.accumulate)
         else:
-            if not self.written:
+            if not self.accumulate:
                 self.main_grad.zero_()
             product = self.main_grad.new_empty(a.size(1), b.size(1))
             write_grad(product, a, b, scales, torch.tensor(False))
             add_columns(self.main_grad, columns, product)
-        self.written = torch.tensor(True)
+        self.accumulate = torch.tensor(True)
 
     def add_grad_of(self, embed: TableParam) -> None:
         """Adds the gradient of embed, of which only the touched rows are not 0."""
@@ -4062,6 +4044,23 @@ class LMHead(DenseParam):
                 whole = self.exchange.gather(f"{self.name}.{key}", whole).wait()
                 value = self.exchange.block(whole.T)
             embed.state[key].copy_(value)
+
+
+# N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated
+# after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that
+# these steps read are fetched once, and their gradients return once. On the left what the batch-building
+# thread does, while earlier steps train; on the right the main thread, from top to bottom:
+#
+# index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
+# ids    route_ngrams: asker -> owner,    each backward   add_rows, to main_grad, at the same slots
+#        rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
+#                                                         update: owners' mean in rank order, and the rule
+#                                                         rows of the next steps: to askers
+#
+# No step takes time or memory in proportion to the table's rows. Sharded rows, and ids that are known
+# ahead, so that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe,
+# arXiv:2202.12429); tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366
+# and nanochat PR 854.
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -4183,7 +4182,8 @@ PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "table": TableParam}
 # ============================================================================================================
 # 11  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
 #     with NorMuon's scales, are in Config.bank_dtype. Another rule is init, update, and an entry of
-#     UPDATE_RULES. A block of a bank is whole matrices; of lm_head or a table it is some of the rows.
+#     UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or a table it
+#     is some of the rows.
 # ============================================================================================================
 
 
@@ -4592,8 +4592,8 @@ UPDATE_RULES = {
 #
 #    The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32,
 #    or the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
-#    dtype. Otherwise, in bf16, the division rounds once more. Section 10 says what is added for the rows of
-#    n-grams, of which no rank has them all.
+#    dtype. Otherwise, in bf16, the division rounds once more. No rank has all rows of n-grams: what is added
+#    for them stands before NgramTable.
 # ============================================================================================================
 
 # A row of a table has up to three numbers, all int32:
@@ -4639,6 +4639,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Pending(NamedTuple):
+    """The result of a collective that is under way: wait() returns it."""
+
     result: Tensor
     handle: dist.Work | None = None
     finish: Callable[[Tensor], typing.Any] | None = None  # completes the result after its arrival
@@ -5160,8 +5162,8 @@ class TrainLoader:
     ):
         self.cfg = cfg
         self.paths = paths
-        self.microbatches = num_microbatches(cfg, world_size)
-        self.own = range(rank, self.microbatches, world_size)
+        self.num_microbatches = num_microbatches(cfg, world_size)
+        self.own = range(rank, self.num_microbatches, world_size)
         # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
         # it page-locked memory, every rank would make a context there.
         on_gpu = torch.cuda.is_initialized()
@@ -5169,7 +5171,7 @@ class TrainLoader:
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.shard_number, self.document, *self.offsets = position
         # For choose_sampled_columns(): the offset of each of this rank's micro-batches.
-        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in self.own]
+        self.offsets = self.offsets or [cfg.padded_vocab * m // self.num_microbatches for m in self.own]
         self.next_shard = self._read(self.shard_number)
         # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
         # needs later ones, or more of the last of these documents, is taken from the whole shard.
@@ -5208,8 +5210,8 @@ class TrainLoader:
                 self.shard.ends[max_doc_len] = np.append(0, np.cumsum(lengths))
             ends = self.shard.ends[max_doc_len]
             firsts = [self.document]
-            while len(firsts) <= self.microbatches and firsts[-1] < len(ends):
-                end = ends[firsts[-1]] + batch_tokens // self.microbatches + 1
+            while len(firsts) <= self.num_microbatches and firsts[-1] < len(ends):
+                end = ends[firsts[-1]] + batch_tokens // self.num_microbatches + 1
                 firsts.append(int(np.searchsorted(ends, end)))
             if firsts[-1] < len(ends):
                 self.document = firsts[-1]
@@ -5227,7 +5229,7 @@ class TrainLoader:
     def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
         """Builds this rank's micro-batches of the next batch, and chooses their sampled columns."""
         cfg = self.cfg
-        T = plan.batch_tokens // self.microbatches
+        T = plan.batch_tokens // self.num_microbatches
         firsts = self.advance(plan.batch_tokens, plan.max_doc_len)
         micro_batches = []
         for local, number in enumerate(self.own):
@@ -5343,24 +5345,35 @@ class Prefetcher:
     def _finish(self, interval_batches: list[Batch]) -> list[Batch]:
         """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
-            distinct_rows = []  # of each micro-batch
-            for batch in interval_batches:
-                for unpacked in batch.micro_batches:
-                    distinct_rows.append(unpacked.segments["hashed_rows"].ids)
-            merged = make_segments(torch.cat(distinct_rows))
-            interval_batches[0].routes["ngrams"], slots = route_ngrams(self.exchange, merged.ids.numpy())
-            slots_by_place = list_ids(merged._replace(ids=slots), (-1,))
-            slots_of_micro_batches = iter(slots_by_place.split([len(rows) for rows in distinct_rows]))
+            interval_batches = self._route_ngrams(interval_batches)
         finished = []
         for batch in interval_batches:
             packed = []
             for unpacked in batch.micro_batches:
-                if self.cfg.ngrams.orders:
-                    unpacked = assign_slots(unpacked, next(slots_of_micro_batches))
                 segments = pack(unpacked.segments)
                 packed.append(pack(unpacked._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
+
+    def _route_ngrams(self, batches: list[Batch]) -> list[Batch]:
+        """Routes the rows of n-grams that these batches read, and gives micro-batches their slots."""
+        distinct_rows = []  # of each micro-batch
+        for batch in batches:
+            for unpacked in batch.micro_batches:
+                distinct_rows.append(unpacked.segments["hashed_rows"].ids)
+        merged = make_segments(torch.cat(distinct_rows))
+        routes, slots = route_ngrams(self.exchange, merged.ids.numpy())
+        # The slots of all of distinct_rows, in their order.
+        slots = list_ids(merged._replace(ids=slots), (-1,))
+        remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
+        routed = []
+        for batch in batches:
+            with_slots = []
+            for unpacked in batch.micro_batches:
+                with_slots.append(assign_slots(unpacked, next(remaining)))
+            routed.append(batch._replace(micro_batches=with_slots))
+        routed[0].routes["ngrams"] = routes
+        return routed
 
 
 class ValLoader:
@@ -5381,7 +5394,7 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 14  Command line. --set name=value; what settings must satisfy; options.
+# 14  Command line. --set name=value, and options.
 # ============================================================================================================
 
 
@@ -5549,6 +5562,84 @@ def rescale(cfg: Config, factor: float) -> Config:
 PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in ALL_PRESETS}
 
 
+def positive(text: str) -> int:
+    """Parses an option's number from 1 on. Raises ValueError, which argparse reports in one line."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        Path(__file__).name,
+        usage="./run.sh [SCRIPT.py] [options], or torchrun SCRIPT.py [options]; -h lists them",
+        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
+        "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
+        epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
+        "stages.*.windows.long, params.embed.wd_mul. A run with --checkpoint-every, --resume or --profile "
+        "belongs to the track `other`.",
+        allow_abbrev=False,
+    )
+    preset = "record" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
+    parser.add_argument(
+        "--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of initial weights, signs and samples (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change settings, in order",
+    )
+    parser.add_argument("--data", help="folder of .bin shards (default: the preset's)")
+    parser.add_argument("--save", help="file for the final weights and the config")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive,
+        metavar="N",
+        help="save all state beside the log every N steps, in multiples of 4",
+    )
+    parser.add_argument(
+        "--resume", help="log of a run to continue from its last checkpoint, with the same options"
+    )
+    parser.add_argument(
+        "--profile", type=positive, nargs="?", const=8, help="trace the four steps after this one (alone: 8)"
+    )
+    parser.add_argument("--check", type=positive, help="say whether that many processes could run this here")
+    return parser.parse_args(argv)
+
+
+def read_settings(args: argparse.Namespace) -> Config:
+    """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
+    cfg = with_settings(PRESETS[args.preset], args.set)
+    require("" not in (args.data, cfg.data), "--data: give a folder")
+    require(".." not in args.name, f"--name {args.name}: give a name without ..")
+    every = args.checkpoint_every
+    require(
+        not every or padded(every, 4) < cfg.steps,
+        f"--checkpoint-every {every}: the run has {cfg.steps} steps; give a smaller number",
+    )
+    # The log holds no absolute path.
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
+    _, world_size, _ = this_process(cfg.device)
+    check_config(cfg, args.check or world_size)
+    if args.save is not None:
+        output_file(args.save)
+        output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
+    return cfg
+
+
+# ============================================================================================================
+# 15  Checks. What settings must satisfy.
+# ============================================================================================================
+
+
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     check_processes(cfg, world_size)
@@ -5605,7 +5696,7 @@ def check_sizes(cfg: Config) -> None:
 
 
 def check_layers(cfg: Config) -> None:
-    """Checks that every layer uses all its parts, and that streams are read after they are written."""
+    """Checks that layers have what their parts need, and that the skip goes to a later layer."""
     for i, layer in enumerate(cfg.layers):
         is_plain = layer.attention == "plain"
         of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
@@ -5691,81 +5782,8 @@ def check_fp8(cfg: Config, count: int) -> None:
         )
 
 
-def positive(text: str) -> int:
-    """Parses an option's number from 1 on. Raises ValueError, which argparse reports in one line."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        Path(__file__).name,
-        usage="./run.sh [SCRIPT.py] [options], or torchrun SCRIPT.py [options]; -h lists them",
-        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
-        "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
-        epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
-        "stages.*.windows.long, params.embed.wd_mul. A run with --checkpoint-every, --resume or --profile "
-        "belongs to the track `other`.",
-        allow_abbrev=False,
-    )
-    preset = "record" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
-    parser.add_argument(
-        "--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of initial weights, signs and samples (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change settings, in order",
-    )
-    parser.add_argument("--data", help="folder of .bin shards (default: the preset's)")
-    parser.add_argument("--save", help="file for the final weights and the config")
-    parser.add_argument(
-        "--checkpoint-every",
-        type=positive,
-        metavar="N",
-        help="save all state beside the log every N steps, in multiples of 4",
-    )
-    parser.add_argument(
-        "--resume", help="log of a run to continue from its last checkpoint, with the same options"
-    )
-    parser.add_argument(
-        "--profile", type=positive, nargs="?", const=8, help="trace the four steps after this one (alone: 8)"
-    )
-    parser.add_argument("--check", type=positive, help="say whether that many processes could run this here")
-    return parser.parse_args(argv)
-
-
-def read_settings(args: argparse.Namespace) -> Config:
-    """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
-    cfg = with_settings(PRESETS[args.preset], args.set)
-    require("" not in (args.data, cfg.data), "--data: give a folder")
-    require(".." not in args.name, f"--name {args.name}: give a name without ..")
-    every = args.checkpoint_every
-    require(
-        not every or padded(every, 4) < cfg.steps,
-        f"--checkpoint-every {every}: the run has {cfg.steps} steps; give a smaller number",
-    )
-    # The log holds no absolute path.
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
-    _, world_size, _ = this_process(cfg.device)
-    check_config(cfg, args.check or world_size)
-    if args.save is not None:
-        output_file(args.save)
-        output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
-    return cfg
-
-
 # ============================================================================================================
-# 15  Saving. Comparing runs; saved models; checkpoints.
+# 16  Saving. Comparing runs; saved models; checkpoints; what must be the same to resume a run.
 # ============================================================================================================
 
 
@@ -5948,8 +5966,43 @@ def remove_checkpoints(folder: Path, keep: Path | None = None) -> None:
             shutil.rmtree(checkpoint, ignore_errors=True)  # another machine may have it open
 
 
+def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
+    """Returns this rank's part of the checkpoint that --resume names; without --resume an empty dict."""
+    if args.resume is None:
+        return {}
+    folder = find_checkpoint(args.resume)
+    fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
+    path = folder / f"rank{rank}.pt"
+    saved = read_saved(path, fix)
+    require(saved.get("rank") == rank, f"{path} is the file of another rank; {fix}")
+    return saved
+
+
+def task_of(args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int) -> dict:
+    """Returns what must be the same to resume a run."""
+    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
+    return task | {"seed": args.seed, "processes": world_size, "script": zlib.crc32(SOURCE)}
+
+
+def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
+    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0; and if the
+    checkpoint `resumed` is of another task.
+
+    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
+    would leave ranks waiting for each other; other rates would train something that no log describes.
+    """
+    start = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
+    different = differences(start, exchange.from_rank_0(start))
+    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
+    if resumed:
+        different = differences(resumed["task"], task)
+        require(
+            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
+        )
+
+
 # ============================================================================================================
-# 16  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
+# 17  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
 # ============================================================================================================
 
 # How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
@@ -6009,6 +6062,40 @@ class Clock:
         stopped = self.synchronized()
         yield 1000 * (stopped - self.began)
         self.began += self.synchronized() - stopped
+
+
+# Redrawn often on a terminal, but rarely in a file, which keeps every line.
+progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
+
+
+class AsyncLoss:
+    """Reads the losses of steps without waiting for the device.
+
+    latest: the newest (step, loss) that has arrived on the host; (0, None) before there is one.
+    """
+
+    def __init__(self):
+        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
+        self.latest = (0, None)
+
+    def push(self, step: int, loss: Tensor) -> None:
+        """Starts the copy of a step's loss, 0-d."""
+        arrived = None
+        if loss.is_cuda:
+            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.queue.append((step, loss, arrived))
+
+    def poll(self) -> None:
+        """Takes what has arrived. Raises UserError if it is not finite."""
+        while self.queue:
+            step, loss, arrived = self.queue[0]
+            if arrived is not None and not arrived.query():
+                break
+            self.queue.pop(0)
+            self.latest = (step, loss.item())
+            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
 
 
 class RunLog:
@@ -6088,18 +6175,6 @@ def describe_environment(
     ]
 
 
-def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
-    """Returns this rank's part of the checkpoint that --resume names; without --resume an empty dict."""
-    if args.resume is None:
-        return {}
-    folder = find_checkpoint(args.resume)
-    fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
-    path = folder / f"rank{rank}.pt"
-    saved = read_saved(path, fix)
-    require(saved.get("rank") == rank, f"{path} is the file of another rank; {fix}")
-    return saved
-
-
 def track_of(cfg: Config, world_size: int) -> str:
     """Returns the preset's track if data, micro-batches, validation and target are its; else other."""
     preset = PRESETS[cfg.preset]
@@ -6125,29 +6200,6 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
             f"--name {args.name}: {args.resume} is of a run of another name; leave --name out",
         )
     return path, path.with_suffix(suffix)
-
-
-def task_of(args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int) -> dict:
-    """Returns what must be the same to resume a run."""
-    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    return task | {"seed": args.seed, "processes": world_size, "script": zlib.crc32(SOURCE)}
-
-
-def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
-    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0; and if the
-    checkpoint `resumed` is of another task.
-
-    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
-    would leave ranks waiting for each other; other rates would train something that no log describes.
-    """
-    start = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
-    different = differences(start, exchange.from_rank_0(start))
-    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
-    if resumed:
-        different = differences(resumed["task"], task)
-        require(
-            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
-        )
 
 
 def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange) -> None:
