@@ -20,12 +20,12 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     1  This text, imports
     2  Settings     tables of layers, parameters and stages; the other settings; the presets
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    4  Helpers      a user's errors, labels in traces, compilation, CUDA graphs, dtypes
+    4  Helpers      a user's errors, labels in traces, compilation, dtypes, copies to the device
     5  Step         what a batch holds; train_step, forward_backward, validate
     6  Model        gates; parameters' shapes and initial values; GPT: embeddings, layers, head and loss
     7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
     8  Operations   in plain torch, some with Triton kernels: norm, rotary embedding, attention, FP8, squared
-                    ReLU, loss, copy pointer, rows of tables; the backend of a run, which chooses
+                    ReLU, loss, copy pointer, rows of tables; CUDA graphs; a run's backend, which chooses
     9  Optimizer    scatter, work and gather of all that is updated, in explicit orders
     10 Parameters   the objects that are updated: their gradients, updates and averages; n-gram memory
     11 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
@@ -35,7 +35,7 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     14 Command line --set name=value, options
     15 Checks       what settings must satisfy
     16 Saving       saved models, checkpoints, what must be the same to resume a run
-    17 Run          processes, clock, log; warm-up, the timed loop; run() is the whole story
+    17 Run          processes, clock, log; warm-up; train(), the timed loop; run() is the whole story
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
@@ -49,8 +49,8 @@ layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's blo
 that it updates. The touched rows of a table are those that batches have looked up since its last update.
 After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
 optimizer of the banks, a descendant of Muon (section 11). MUDD (section 6) mixes earlier streams in, with
-weights that small MLPs compute for each token. Up to the untie step lm_head and the token embedding embed
-have equal values.
+weights that small MLPs compute for each token. Up to the untie step the token embedding embed
+is the transpose of lm_head.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 DType = Literal["bfloat16", "float32", "float64"]
 Context = Literal["word", "above", "copy"]
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
-# Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
+# Numbers with the least and the largest value that --set accepts. All others must be finite, and not
+# negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
 # Config.length rescales every field of these two types. A TickRate is the fraction by which a WeightAverage
@@ -226,19 +227,19 @@ class ParamSpec:
     name: str
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    # small: autograd sums the gradient. Small parameters with equal optimizer, betas, dtype, update_every and
-    #     reduction are exchanged and updated as one vector.
-    # head: lm_head, whose gradient the head's backward sums in main_grad.
-    # bank: a stack of matrices, padded so that each rank owns equally many. The backwards of matrix products
-    #     sum its gradient in main_grad. GPT.layer_weights() gives its matrices to the layers.
-    # table: each token looks up rows, whose numbers are in the field of MicroBatch that rows_by names.
-    #     inputs: one row, the token's; GPT.trunk finds these rows in looked_up[name]. hashed_rows:
-    #     bigram_embed alone. Another index is a field of MicroBatch, which make_micro_batch() fills; its
-    #     segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
-    # Gradients of banks, tables and lm_head do not come from autograd: the products' backwards and add_rows()
-    # write them (of banks only with Config.main_grad). So GPT.trunk and pointer_inputs may read only small
-    # parameters as self.NAME. Banks are in `banks`, tables in `looked_up`.
+    # How the gradient comes about:
+    # small  by autograd. Small parameters with equal optimizer, betas, dtype, update_every and reduction are
+    #        exchanged and updated as one vector. GPT.trunk and pointer_inputs read these alone as self.NAME,
+    #        since autograd does not reach the others.
+    # head   lm_head's: the head's backward adds it to main_grad.
+    # bank   a stack of matrices, padded so that each rank owns equally many: the backwards of matrix products
+    #        add it to main_grad. GPT.layer_weights() gives the matrices to the layers.
+    # table  each token looks up rows: add_rows() adds their gradients to main_grad. GPT.trunk has the rows in
+    #        looked_up[name].
     kind: Literal["small", "head", "bank", "table"] = "small"
+    # The field of MicroBatch that has the numbers of a table's rows. inputs: a row for each token.
+    # hashed_rows: bigram_embed's alone. Another index is a field of MicroBatch, which make_micro_batch()
+    # fills; its segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
@@ -265,7 +266,7 @@ PARAMS = (
     Bank("qk_bank"),
     Bank("narrow_qk_bank"),
     Bank("vo_bank"),
-    Bank("mlp_bank", matrix_lr_mul=(1.0, 2.0)),
+    Bank("mlp_bank", matrix_lr_mul=(1.0, 2.0)),  # of fc and proj
     # ve_gate_bank and pointer_bank are stacks of matrices, too, but small: their kind is not "bank".
     ParamSpec("scalars",          5.00,   0, dtype="float32"),
     ParamSpec("smear_gate",       0.01,   0),
@@ -309,8 +310,7 @@ class WeightAverage:
     window: Steps  # the run's last steps that it looks at; 0: none
     rate: TickRate  # each tick moves the average by this share towards the parameter; the first is a copy
     blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
-    # The average ticks after a step if the number of steps left, modulo `every`, is `offset`, or if that
-    # number is in `also`.
+    # If n steps are left, the average ticks if n % every == offset, and if n is in `also`.
     every: Positive = 1
     offset: int = 0
     also: tuple[Steps, ...] = ()
@@ -369,15 +369,15 @@ class Stage:
     batch_tokens: Positive  # over all ranks and micro-batches
     max_doc_len: Positive  # longer documents are truncated to so many tokens
     # Rotary tables follow these, and change once a stage. Windows that change within a stage need an edit of
-    # GPT.use_rotary.
+    # plan_step() and GPT.use_rotary, and of warmup_steps() if attention is dense.
     windows: Windows
     lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
     # Later tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle
     # et al. 2024, arXiv:2404.19737).
     mtp: tuple[float, ...] = (1.0,)
-    # Weights of another loss, in equal parts of the stage: on the longest token that the next token begins
-    # with. It is easier to predict, and so teaches early (record 88).
+    # Weights of another loss, in equal parts of the stage: on the longest shorter token that the next
+    # token begins with. It is easier to predict, and so teaches early (record 88).
     prefix: tuple[float, ...] = ()
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
     # stage: its targets, filled up with others in turn. Empty, or 0: all.
@@ -403,11 +403,13 @@ class Config:
     val_slice_tokens: Positive = 262144  # one validation forward
     val_slices: Positive = 40
     val_every: int = 250  # validate before step 0 and after every so many, and at the end; 0: only there
+    samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
     # the model
     vocab_size: Positive = 50257
     # Rows of embedding tables and columns of the head. The head's columns of padding train like the rest.
     padded_vocab: Positive = 50304
     bos_id: int = 50256
+    # Rows of bigram_embed, which only a model without n-grams has.
     bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams((2, 3))
     # Rows of random signs, by which rows of bigrams or n-grams are multiplied; 0: none.
@@ -422,7 +424,7 @@ class Config:
     skip_from: int = 3
     skip_to: int = 6
     backout_from: int = 7
-    # Gates and MUDD's weights are computed for each token, by small MLPs; false: learned constants.
+    # Small MLPs compute gate_table()'s gates and MUDD's weights for each token; false: learned constants.
     mudd_gates: bool = True
     mudd_weights: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
@@ -482,8 +484,8 @@ class Config:
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    # The momentum of Nesterov's rule is min at both ends of the run. While the loss falls fast old gradients
-    # mislead (record 9).
+    # The momentum of Nesterov's rule rises from min to max, and falls again in the end. While the loss falls
+    # fast old gradients mislead (record 9).
     momentum_min: Fraction = 0.85
     momentum_max: Fraction = 0.93
     momentum_warmup: Steps = 240  # steps from min to max
@@ -516,7 +518,6 @@ class Config:
     compile: bool = True  # torch.compile what is marked @compiled
     # On a GPU a micro-batch's forward and backward become one launch. No GPU has run this yet.
     cuda_graphs: bool = False
-    samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
 
     @property
     def dim(self) -> int:
@@ -668,7 +669,7 @@ ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
 class StepPlan(NamedTuple):
-    """Says all that one step does: plan_step() makes it, and nothing else depends on the step's number."""
+    """Says what the schedule has for one step. plan_step() makes it."""
 
     step: int
     stage: int
@@ -840,7 +841,7 @@ def warmup_steps(cfg: Config) -> list[range]:
 
 
 # ============================================================================================================
-# 4  Helpers. A user's errors; labels in traces; compilation; CUDA graphs; dtypes.
+# 4  Helpers. A user's errors; labels in traces; compilation; dtypes; nests of tensors, packed for one copy.
 # ============================================================================================================
 
 
@@ -871,7 +872,7 @@ TRACING = False  # set by --profile: record_function takes 10 us even if nothing
 def traced(label: str):
     """Labels in a trace what runs inside, or as a decorator the calls of a function.
 
-    A label is a section of the step, then a parameter's name. Compiled functions cannot be labelled.
+    A label says what the step does, and with which parameter. Compiled functions cannot be labelled.
     """
     if not TRACING:
         yield
@@ -916,44 +917,6 @@ def compiler_of(cfg: Config) -> Callable | None:
     return compiler
 
 
-class CUDAGraphs:
-    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
-
-    Calls are the same if their arguments are: tensors count by address and shape, all else by value. The
-    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
-    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
-    argument. Results lie where the captured call's did, until the next replay.
-    """
-
-    def __init__(self, enabled: bool):
-        self.pool = torch.cuda.graph_pool_handle() if enabled else None
-        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
-
-    def run(self, state: tuple, function: Callable, *args):
-        """Returns function(*args). state: what it reads on the host besides its arguments."""
-        call = partial(function, *args)
-        if self.pool is None or TRACING:  # a trace has the launches one by one
-            return call()
-        known_by = [state, function]
-        for x in tree_leaves(args):
-            if isinstance(x, Tensor):
-                x = x.data_ptr(), x.shape
-            known_by.append(x)
-        key = tuple(known_by)
-        if key not in self.captured:
-            self.captured[key] = None
-            return call()
-        if self.captured[key] is None:
-            graph = torch.cuda.CUDAGraph()
-            # In the meantime the thread that builds batches may page-lock memory.
-            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                results = call()
-            self.captured[key] = graph, results
-        graph, results = self.captured[key]
-        graph.replay()
-        return results
-
-
 def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name)
 
@@ -990,6 +953,9 @@ def int32(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
+NO_INT32 = np.empty(0, np.int32)
+
+
 def seeded(name: str, seed: int) -> torch.Generator:
     """Returns a generator for one tensor alone: what it draws does not depend on which others there are."""
     return torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
@@ -998,9 +964,72 @@ def seeded(name: str, seed: int) -> torch.Generator:
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
 
 
+def pack(nest):
+    """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
+
+    If the process uses one, the buffer is page-locked; torch reuses such memory when no tensor holds it and
+    the asynchronous copies from it are done.
+    """
+    sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+    parts = iter(buffer.split(sizes))
+    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
+
+
+def move(packed, device: torch.device, empty: Callable = torch.empty):
+    """Returns a packed nest on `device`, by one copy, asynchronous to a GPU, into what `empty` returns."""
+    tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
+    if not tensors:
+        return packed
+    host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
+    buffer = empty(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
+
+    def moved(t: Tensor) -> Tensor:
+        return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    return map_tensors(moved, packed)
+
+
 # ============================================================================================================
 # 5  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
 # ============================================================================================================
+
+
+# A row of a table has up to three numbers, all int32:
+#   row        its place in the whole table, as a token or a hash names it
+#   local_row  its place in its owner's block
+#   slot       its place in this rank's buffers. Every rank has all rows of most tables, so there slot = row.
+#              Of n-grams it has only the rows that it fetched: a slot is a row's place in NgramTable.cache.
+#
+# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
+
+
+class Segments(NamedTuple):
+    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
+    matrix in CSR form has them.
+    """
+
+    # (n,) int32, ascending: of a micro-batch rows, of RowRoutes local_rows. assign_slots() replaces rows of
+    # n-grams by slots, which are in no order.
+    ids: Tensor
+    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    perm: Tensor
+    offsets: Tensor  # (n + 1,) int32
+    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
+
+
+class RowRoutes(NamedTuple):
+    """Where a table's touched rows go in an all-to-all: their gradients to their owners.
+
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
+    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
+    """
+
+    input_splits: list[int]  # how many rows this rank sends to each owner
+    output_splits: list[int]  # how many it receives, as an owner, from each rank
+    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
+    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
+    segments: Segments  # of local_rows: several ranks may send the same row
 
 
 class Batch(NamedTuple):
@@ -1061,8 +1090,17 @@ def train_step(
     for micro_batch in batch.micro_batches:
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
-        args = model, optimizer, micro_batch, plan.windows, plan.prefix > 0, 1 / count, fp8_weights
-        loss, row_grads = model.graphs.run(optimizer.accumulates(), forward_backward, *args)
+        loss, row_grads = model.graphs.run(
+            optimizer.accumulates(),
+            forward_backward,
+            model=model,
+            optimizer=optimizer,
+            micro_batch=micro_batch,
+            windows=plan.windows,
+            with_prefix=plan.prefix > 0,
+            loss_share=1 / count,
+            fp8_weights=fp8_weights,
+        )
         for param in optimizer.params.values():
             param.end_backward()  # the next micro-batch's gradients are added; tables' always are
         optimizer.add_rows(row_grads, segments, model.signs)
@@ -1164,6 +1202,8 @@ def validate(
 # A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
 # products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
 # outputs. GPT.scalars has two numbers for each layer, then those of the smear and of the skip.
+# Another one is a field here, a flag in used_scalars(), a column of a parameter in param_table(), the same
+# column in layer_scalars(), and its use.
 LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
 
 
@@ -1171,15 +1211,15 @@ LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp pos
 # "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
 TO_LAYER, TO_HEAD = 0, 1
 # "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
-EARLY, LATE = 0, 1
+UP_TO_SKIP, AFTER_SKIP = 0, 1
 
 
 class Gate(NamedTuple):
     """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
     is used without a sigmoid; only that of xsa goes through a tanh.
 
-    Another gate is a field of Layer, a line of gate_table(), and gates[use, i] where it acts: in
-    GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
+    Another gate is a field of Layer, a line of gate_table(), a `use` below, and gates[use, i] where it acts:
+    in GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
     embeddings and the pointer have gates of other kinds, which do not come from here.
     """
 
@@ -1293,9 +1333,9 @@ def normal(std: float) -> Draw:
     return lambda shape, generator: std * torch.randn(shape, generator=generator)
 
 
-def uniform(std: float, inputs: int) -> Draw:
-    """Draws from a uniform distribution around 0, whose standard deviation is std / sqrt(inputs)."""
-    bound = math.sqrt(3) * std * inputs**-0.5
+def uniform(gain: float, fan_in: int) -> Draw:
+    """Draws from a uniform distribution around 0, whose standard deviation is gain / sqrt(fan_in)."""
+    bound = math.sqrt(3) * gain * fan_in**-0.5
     return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
 
 
@@ -1305,7 +1345,7 @@ def given_rows(*values: list[float]) -> Draw:
     return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
 
 
-def first_of_pairs(draw_all: Draw) -> Draw:
+def zero_second_of_pairs(draw_all: Draw) -> Draw:
     """Sets the second matrix of every pair to 0, so that a layer begins without MLP."""
 
     def draw(shape, generator):
@@ -1346,10 +1386,11 @@ def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     # feel the first. Then the factor of the smear, and the skip's before its sigmoid.
     scalars = [0.5, 1.0] * L + [0.0, -1.5]
     return {
+        # Two heads' queries, or keys, are one matrix, which ANVIL orthogonalizes as a whole.
         "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
         "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
         "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
-        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
+        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), zero_second_of_pairs(uniform(0.5, d))),
         "scalars": ((2 * L + 2,), given_rows(scalars)),
         "smear_gate": ((1, GATE_DIM), zeros),
         "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
@@ -1494,8 +1535,8 @@ class GPT(nn.Module):
     def register_constants(self) -> None:
         """Allocates what is not trained, but follows from the config or the data, or is drawn once."""
         cfg, device = self.cfg, self.device
-        # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
-        # each sees the others' shares as noise of mean zero (record 83).
+        # N-grams that share a row of the table multiply it by different random signs: each sees the others'
+        # shares as noise of mean zero (record 83).
         width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
         signs = torch.zeros(cfg.sign_rows, width, dtype=dtype_of(cfg.dtype), device=device)
         self.register_buffer("signs", signs)
@@ -1503,7 +1544,7 @@ class GPT(nn.Module):
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         # PointerProbs.gate_column, among all columns: the first one of padding.
         self.gate_column = torch.tensor([cfg.vocab_size], device=device)
-        # Which of its scalars each layer uses, and where these are in a table (layers, LayerScalars).
+        # Which of its scalars each layer uses, and their places in layer_scalars()' flattened table.
         self.used_scalars = used_scalars(cfg)
         self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
 
@@ -1584,7 +1625,7 @@ class GPT(nn.Module):
         banks: dict[str, Weight],
         fp8_weights: FP8MLP | None,
     ) -> Tensor:
-        """Computes forward: one graph, if it is compiled, and so is its backward.
+        """Runs all layers, as forward() says. Compiled, it is one graph, and its backward is another.
 
         sequence: MicroBatch.cu_seqlens and .max_seqlen.
         """
@@ -1599,13 +1640,13 @@ class GPT(nn.Module):
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
-        gates = self.compute_gates(EARLY, x0)
+        gates = self.compute_gates(UP_TO_SKIP, x0)
         x = x0
         if cfg.layers[0].ngram:
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
         # What later layers and the head's input read, by the place where it is saved. Until a layer saves its
         # stream, each is the stream that enters layer 0. The n-grams and the values stay as they are.
-        saved = {
+        streams = {
             "ngram": ngram,
             "first": x,  # enters layer 0
             "skip": x,  # leaves layer skip_from
@@ -1615,20 +1656,20 @@ class GPT(nn.Module):
             "mudd mlp": x,  # the input of its MLP
         }
         for i, value in enumerate(value_embeds):
-            saved[f"value {i}"] = value
+            streams[f"value {i}"] = value
         for i, (layer, w) in enumerate(
             zip(cfg.layers, self.layer_weights(banks, value_embeds, fp8_weights, T))
         ):
             if i == cfg.skip_to:
-                x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
+                x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], streams["skip"])])
             added: list[Term] = []  # to the stream, before the MLPs
             if layer.attention:
-                h = norm(x) if i <= cfg.backout_from else saved["normed backout"]
+                h = norm(x) if i <= cfg.backout_from else streams["normed backout"]
                 # After h: MUDD changes the stream, and what is added to the values, but not what queries,
                 # keys and values are computed from.
                 if layer.mudd:
-                    saved["mudd"] = x
-                    x, w, added = self.mudd_connections(x, w, saved)
+                    streams["mudd"] = x
+                    x, w, added = self.mudd_connections(x, w, streams)
                 window = windows[layer.window]
                 added.insert(0, self.attention_branch(i, h, w, gates, sequences[layer.attention], window))
             if layer.x0:
@@ -1642,16 +1683,16 @@ class GPT(nn.Module):
                 mlp_input = norm(x)
                 mlp_outputs = self.mlp_branch(mlp_input, w)
             if layer.mudd:
-                saved["mudd mlp"] = mlp_input
+                streams["mudd mlp"] = mlp_input
             x = mix([(w.scalars.resid_mlp, x), *mlp_outputs])
             if i == cfg.skip_from:
-                saved["skip"] = x
-                gates |= self.compute_gates(LATE, x)
+                streams["skip"] = x
+                gates |= self.compute_gates(AFTER_SKIP, x)
             if i == cfg.backout_from:
-                saved["backout"] = x
-                saved["normed backout"] = norm(x)
-        streams = [saved[name] for name in self.head_streams]
-        return final_norm(x, self.small_mlp("mudd", TO_HEAD, x), streams)
+                streams["backout"] = x
+                streams["normed backout"] = norm(x)
+        head_streams = [streams[name] for name in self.head_streams]
+        return final_norm(x, self.small_mlp("mudd", TO_HEAD, x), head_streams)
 
     def layer_weights(
         self, banks: dict[str, Weight], value_embeds: Sequence[Tensor], fp8_weights: FP8MLP | None, T: int
@@ -1716,7 +1757,7 @@ class GPT(nn.Module):
         return layers
 
     def mudd_connections(
-        self, x: Tensor, w: LayerWeights, saved: dict[str, Tensor]
+        self, x: Tensor, w: LayerWeights, streams: dict[str, Tensor]
     ) -> tuple[Tensor, LayerWeights, list[Term]]:
         """Mixes earlier streams into the input x (T, d) of a layer, and into its values, by MUDD_OUTPUTS.
 
@@ -1725,14 +1766,14 @@ class GPT(nn.Module):
         """
         outputs = self.small_mlp("mudd", TO_LAYER, x)[:, :, None]  # (weights, T, 1)
         m = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
-        first, backout = saved["first"], saved["backout"]
+        first, backout = streams["first"], streams["backout"]
         left, right = w.value_embed.chunk(2, 1)
         value = torch.cat([m["left value"] * left, m["right value"] * right], 1)
         value = value + mix(
             [(m["first to value"], first), (m["backout to value"], backout), (m["x to value"], x)]
         )
         x = mix([(1 + m["x"], x), (m["first"], first), (m["backout"], backout)])
-        added: list[Term] = [(m["first after"], first), (m["ngram after"], saved["ngram"])]
+        added: list[Term] = [(m["first after"], first), (m["ngram after"], streams["ngram"])]
         scalars = w.scalars._replace(
             resid_attention=m["resid_attention"],
             post_attention=m["post_attention"],
@@ -1998,7 +2039,7 @@ class GPT(nn.Module):
         freq = (1 / 1024) ** exponents  # radians a position
         scale = cfg.narrow_attn_scale if layer.narrow_qk else cfg.attn_scale
         windows = [window_tokens(cfg, each.windows)[layer.window] for each in cfg.stages]
-        for old, new in zip(windows[:stage], windows[1:]):
+        for old, new in zip(windows[:stage], windows[1:]):  # each change of windows up to this stage
             turns = old * freq / (2 * math.pi)
             ratio = old / new
             # Below 1 full turn in a window a frequency stretches with it, above 32 it stays.
@@ -2056,7 +2097,8 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
     own content anyway.
     """
-    # Products are upcast, not factors: compiled code would keep fp32 copies of these. It rounds no product.
+    # Products are upcast, not their factors, of which compiled code would keep fp32 copies. That code
+    # computes the products in fp32 all the same.
     square = upcast(v.square()).sum(-1, keepdim=True)
     along = upcast(y * v).sum(-1, keepdim=True) / square.clamp_min(1e-8)
     return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
@@ -2154,7 +2196,7 @@ class Weight(NamedTuple):
         main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
         return map(partial(Weight, accumulate=self.accumulate), parts, main_grads)
 
-    def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
+    def deliver_grad(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
             return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
@@ -2176,8 +2218,8 @@ class Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         if ctx.transposed:
-            return F.linear(dy, w), None, ctx.weight.gradient(x, dy), None
-        return dy @ w, None, ctx.weight.gradient(dy, x), None
+            return F.linear(dy, w), None, ctx.weight.deliver_grad(x, dy), None
+        return dy @ w, None, ctx.weight.deliver_grad(dy, x), None
 
 
 def linear(x: Tensor, weight: Weight, transposed: bool = False) -> Tensor:
@@ -2187,6 +2229,8 @@ def linear(x: Tensor, weight: Weight, transposed: bool = False) -> Tensor:
 
 class MLP(torch.autograd.Function):
     """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
+
+    relu_square() says how to write another activation.
 
     With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
     Gradients pass straight through the roundings, but a square that becomes 0 has none.
@@ -2212,14 +2256,14 @@ class MLP(torch.autograd.Function):
         if fp8 is None:
             h, square, fc_w, proj_w = ctx.saved_tensors
             da = backend.relu_square_grad(dy, proj_w, square)
-            return da @ fc_w, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+            return da @ fc_w, None, to_fc.deliver_grad(da, h), to_proj.deliver_grad(square, dy), None, None
         h8_T, square8, square8_T = ctx.saved_tensors
         dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
         da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
         fc8_T = fp8.weights_T[0]
         dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
-        dfc = to_fc.gradient(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
-        dproj = to_proj.gradient(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        dfc = to_fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = to_proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
         return dh, None, dfc, dproj, None, None
 
 
@@ -2328,7 +2372,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention ---------------------------------------------------------------------------------------------
 
 # Two forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl), and dense_attention,
-# which makes scores block by block. Other scores need an edit of each.
+# which makes scores block by block. Other scores are an edit of the latter: the first is a library's.
 
 QUERY_BLOCK = 32  # queries of a block. With more, it has more keys that most of them do not see.
 
@@ -2369,8 +2413,8 @@ def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) ->
     query does not see the key. A block's keys are its own positions and `window` or more before them, whole
     blocks.
 
-    After T there is one more document. version: the cache knows cu_seqlens by its identity; this changes with
-    its contents.
+    Positions from T on are padding, and a document of their own. version: the cache knows cu_seqlens by its
+    identity; this changes with its contents.
     """
     block = QUERY_BLOCK
     positions = torch.arange(padded(T, block), device=cu_seqlens.device)
@@ -2384,8 +2428,8 @@ def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) ->
 class BlockAttention(torch.autograd.Function):
     """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
 
-    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
-    block would have of the head before are hidden by the bias.
+    Heads lie one after the other, each padded to whole blocks, so that one batch of products serves them all.
+    The first blocks of a head then also have keys of the head before it, which the bias hides.
     """
 
     @staticmethod
@@ -2399,7 +2443,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, probs = ctx.saved_tensors
+        q, k, v, probs = ctx.saved_tensors  # in blocks
         dy_rows = blocks_by_head(dy, probs, QUERY_BLOCK)
         dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
         grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
@@ -2636,7 +2680,7 @@ def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     The head's factors are converted so, without Backend.cast_and_transpose.
     """
     x8 = to_fp8(x, scale, torch.float8_e4m3fn)
-    return x8, transposed(x8)
+    return x8, transposed_copy(x8)
 
 
 @compiled
@@ -2724,7 +2768,7 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
 
     One that is 0 for all negative inputs and rising for others can stay in this form, which keeps less
     memory: edit this and relu_square_grad, which knows only the result of this. With FP8 edit
-    relu_square_fp8, too, and relu_square_kernel, or run without that kernel.
+    relu_square_fp8, too. On a GPU edit relu_square_kernel, or run without that kernel.
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
@@ -3212,7 +3256,7 @@ def pointer_blocks(
     T, D = q.shape
     first = first_seen(micro_batch.cu_seqlens, T, window)
     positions = torch.arange(T, device=q.device)
-    for i in range(0, T, 256):
+    for i in range(0, T, 256):  # memory holds the scores of so many queries at a time
         rows = slice(i, i + 256)
         columns = slice(max(0, i - window), i + 256)
         seen = (first[rows, None] <= positions[columns]) & (positions[columns] < positions[rows, None])
@@ -3502,7 +3546,7 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
     out.copy_(x.T)
 
 
-def transposed(x: Tensor) -> Tensor:
+def transposed_copy(x: Tensor) -> Tensor:
     """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
     transpose_copy(out := x.new_empty(x.T.shape), x)
     return out
@@ -3517,12 +3561,53 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
         out.index_add_(1, columns, x)
 
 
+# ---- CUDA graphs -------------------------------------------------------------------------------------------
+
+
+class CUDAGraphs:
+    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
+
+    Calls are the same if their arguments are: tensors count by address and shape, all else by value. The
+    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
+    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
+    argument. Results lie where the captured call's did, until the next replay.
+    """
+
+    def __init__(self, enabled: bool):
+        self.pool = torch.cuda.graph_pool_handle() if enabled else None
+        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
+
+    def run(self, state: tuple, function: Callable, **arguments):
+        """Returns function(**arguments). state: what it reads on the host besides its arguments."""
+        call = partial(function, **arguments)
+        if self.pool is None or TRACING:  # a trace has the launches one by one
+            return call()
+        known_by = [state, function]
+        for x in tree_leaves(arguments):
+            if isinstance(x, Tensor):
+                x = x.data_ptr(), x.shape
+            known_by.append(x)
+        key = tuple(known_by)
+        if key not in self.captured:
+            self.captured[key] = None
+            return call()
+        if self.captured[key] is None:
+            graph = torch.cuda.CUDAGraph()
+            # In the meantime the thread that builds batches may page-lock memory.
+            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                results = call()
+            self.captured[key] = graph, results
+        graph, results = self.captured[key]
+        graph.replay()
+        return results
+
+
 # ---- The backend of a run ----------------------------------------------------------------------------------
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations. norm, mix, rotate, relu_square_grad and add_columns choose by
-    themselves between forms that differ in rounding only.
+    """A run's implementations of operations. Others, such as norm and add_columns, choose by themselves
+    between forms that differ in rounding only.
     """
 
     attention: Callable = dense_attention
@@ -3765,7 +3850,7 @@ class Optimizer:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       add_product of lm_head, Weight.gradient     Optimizer.add_rows
+#    backward       add_product of lm_head, Weight.deliver_grad     Optimizer.add_rows
 #                   of banks, autograd of small ones; then
 #                   end_backward; then add_rows of tables
 #    scatter        scatter: the mean over ranks begins         scatter
@@ -3793,7 +3878,7 @@ class Trainable:
     name: str
     update_order: int
     exchange: Exchange
-    main_grad: Tensor
+    main_grad: Tensor | None  # None: autograd's, of a bank with Config.main_grad=false
     in_flight: Pending | None = None  # a gather, or a fetch, until somebody waits for it
 
     def is_due(self, plan: StepPlan) -> bool:
@@ -3843,7 +3928,7 @@ class ShardedParam(Trainable):
     def end_backward(self) -> None:
         """Ends a micro-batch's backward, after which tables get their gradients.
 
-        Here it does something only for wrappers such as Megatron's, which set a parameter's requires_grad and
+        This script alone does nothing here. Wrappers such as Megatron's set a parameter's requires_grad and
         attribute grad_added_to_main_grad. By TransformerEngine's contract (its PR 2871) the attribute becomes
         True, and autograd gets an uninitialized gradient, so that hooks that wait for one run, and drop it.
         It is not in the backward of each product, because a compiled backward gives all results at its end.
@@ -3992,7 +4077,7 @@ class TableParam(ShardedParam):
     def scatter(self) -> Pending:
         if self.spec.exchange == "reduce_scatter":
             return super().scatter()
-        rows = self.take_rows()  # before their means come to the block, which is a part of main_grad
+        rows = self.take_rows()  # first: their means then come to this rank's block of the same main_grad
         out = self.exchange.block(self.main_grad)
         return self.exchange.reduce_rows(self.name, rows, self.routes, out)
 
@@ -4032,7 +4117,7 @@ class LMHead(DenseParam):
         add_columns(self.main_grad, embed.routes.rows, embed.take_rows().T)
 
     def copy_to(self, embed: TableParam) -> None:
-        """Makes waiting for embed wait for this parameter's gather, and then copy its transpose to embed."""
+        """Lets embed.wait() wait for this parameter's gather, and then write its transpose to embed."""
         embed.in_flight = self.in_flight._replace(finish=partial(transpose_copy, embed.p))
 
     def untie(self, embed: TableParam) -> None:
@@ -4046,16 +4131,17 @@ class LMHead(DenseParam):
             embed.state[key].copy_(value)
 
 
-# N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated
-# after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that
-# these steps read are fetched once, and their gradients return once. On the left what the batch-building
-# thread does, while earlier steps train; on the right the main thread, from top to bottom:
+# N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated after
+# every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that these steps
+# read are fetched once, before the first of them, and their gradients return once, after the last:
 #
-# index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
-# ids    route_ngrams: asker -> owner,    each backward   add_rows, to main_grad, at the same slots
-#        rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
-#                                                         update: owners' mean in rank order, and the rule
-#                                                         rows of the next steps: to askers
+# 1. While earlier steps train, the thread that builds batches hashes n-grams to rows (hash_ngrams), finds the
+#    distinct ones (make_segments), and tells their owners (route_ngrams). Row r is of rank r % world_size.
+# 2. start_fetch: owners send these rows, which come to slots of `cache`.
+# 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_rows adds their
+#    gradients to main_grad, at the same slots.
+# 4. scatter, after the last of the steps: gradients go to the owners, which take their means in rank order.
+# 5. update: owners change their rows by row_adam's rule. Then 2 follows, for the next steps.
 #
 # No step takes time or memory in proportion to the table's rows. Sharded rows, and ids that are known
 # ahead, so that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe,
@@ -4112,14 +4198,16 @@ class NgramTable(Trainable):
         self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
-        self.saved = {"block": self.block} | self.state  # without decays, which the settings give
+        self.saved = {"block": self.block} | self.state  # without beta2_powers, which the settings give
         # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
-        self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
+        self.state["beta2_powers"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(
+            self.state["moments"]
+        )
 
     @traced("rows ngrams")
     def start_fetch(self, routes: RowRoutes) -> None:
-        """Starts to fetch the rows that the steps up to the next update read, to slots 0, 1, ... of the
-        cache, by owner. They go the routes of their gradients backwards.
+        """Starts to fetch the rows that the steps up to the next update read. They take the routes of their
+        gradients in reverse: owners send them to slots 0, 1, ... of the cache, which are ordered by owner.
         """
         self.routes = routes
         own = self.block.index_select(0, routes.local_rows)
@@ -4133,7 +4221,7 @@ class NgramTable(Trainable):
         """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
         segments = self.routes.segments
         distinct = len(segments.ids)
-        # The means stand one after the other, as no buffer has all rows of the block.
+        # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
         numbers = torch.arange(distinct, dtype=torch.int32, device=self.device)
         routes = self.routes._replace(segments=segments._replace(ids=numbers))
         rows = self.main_grad[: len(routes.rows)]
@@ -4531,7 +4619,7 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
         state["last"],
         rows,
         grads,
-        state["decays"],
+        state["beta2_powers"],
         time=host_scalar(now, torch.int32),
         one_minus_beta2=host_scalar(1 - update_beta2, dtype),
         step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
@@ -4546,15 +4634,18 @@ def row_adam_update(
     last: Tensor,
     rows: Tensor,
     grads: Tensor,
-    decays: Tensor,
+    beta2_powers: Tensor,
     time: Tensor,
     one_minus_beta2: Tensor,
     step_size: Tensor,
     decay: Tensor,
 ) -> None:
-    """Computes row_adam's arithmetic, in at least fp32, the dtype of moments (N,). decays[k] is beta2^k."""
+    """Computes row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
+
+    beta2_powers[k] is beta2^k.
+    """
     ids = rows.long()
-    new_moments = decays[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
+    new_moments = beta2_powers[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
     moments.index_copy_(0, ids, new_moments)
     last.index_copy_(0, ids, torch.zeros_like(rows) + time)
     old = table[ids].to(grads.dtype)
@@ -4571,7 +4662,7 @@ UPDATE_RULES = {
 
 # ============================================================================================================
 # 12  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
-#    a Pending is waited for where its result is first used.
+#    a collective returns a Pending, whose wait() returns its result.
 #
 #    How a table row's gradient travels, for example value_embeds':
 #
@@ -4595,43 +4686,6 @@ UPDATE_RULES = {
 #    dtype. Otherwise, in bf16, the division rounds once more. No rank has all rows of n-grams: what is added
 #    for them stands before NgramTable.
 # ============================================================================================================
-
-# A row of a table has up to three numbers, all int32:
-#   row        its place in the whole table, as a token or a hash names it
-#   local_row  its place in its owner's block
-#   slot       its place in this rank's buffers. Every rank has all rows of most tables, so there slot = row.
-#              Of n-grams it has only the rows that it fetched: a slot is a row's place in NgramTable.cache.
-#
-# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
-
-
-class Segments(NamedTuple):
-    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
-    matrix in CSR form has them.
-    """
-
-    # (n,) int32, ascending: of a micro-batch rows, of an exchange local_rows. assign_slots() replaces rows of
-    # n-grams by slots, which are in no order.
-    ids: Tensor
-    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
-    perm: Tensor
-    offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
-
-
-class RowRoutes(NamedTuple):
-    """Where a table's touched rows go in an all-to-all: their gradients to their owners.
-
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
-    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
-    """
-
-    input_splits: list[int]  # how many rows this rank sends to each owner
-    output_splits: list[int]  # how many it receives, as an owner, from each rank
-    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
-    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
-    segments: Segments  # of local_rows: several ranks may send the same row
-
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -5036,32 +5090,6 @@ def cu_seqlens_capacity(tokens: int) -> int:
     return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
-def pack(nest):
-    """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
-
-    If the process uses one, the buffer is page-locked; torch reuses such memory when no tensor holds it and
-    the asynchronous copies from it are done.
-    """
-    sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
-    parts = iter(buffer.split(sizes))
-    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
-
-
-def move(packed, device: torch.device, empty: Callable = torch.empty):
-    """Returns a packed nest on `device`, by one copy, asynchronous to a GPU, into what `empty` returns."""
-    tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
-    if not tensors:
-        return packed
-    host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
-    buffer = empty(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
-
-    def moved(t: Tensor) -> Tensor:
-        return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
-
-    return map_tensors(moved, packed)
-
-
 def make_micro_batch(
     tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
@@ -5088,9 +5116,6 @@ def make_micro_batch(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_doc_len,
     )
-
-
-NO_INT32 = np.empty(0, np.int32)
 
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
@@ -5147,9 +5172,10 @@ class TrainLoader:
     """Cuts training shards into micro-batches, of which rank r has those of numbers r, r + world_size, ...
 
     A micro-batch takes documents in order, each truncated to max_doc_len tokens, until it holds T + 1 tokens;
-    the rest of a truncated document is dropped. A batch that does not fit before the end of a shard starts
-    over in the next one, which a thread reads meanwhile; the first follows the last, as another epoch.
-    `position` continues where an earlier loader's position() was taken, on the same rank.
+    what is left of a truncated document, and of the last one, is dropped. A batch that does not fit before
+    the end of a shard starts over in the next one, which a thread reads meanwhile; the first follows the
+    last, as another epoch. `position` continues where an earlier loader's position() was taken, on the same
+    rank.
     """
 
     def __init__(
@@ -5211,6 +5237,7 @@ class TrainLoader:
             ends = self.shard.ends[max_doc_len]
             firsts = [self.document]
             while len(firsts) <= self.num_microbatches and firsts[-1] < len(ends):
+                # One token more than the inputs: the last one's target.
                 end = ends[firsts[-1]] + batch_tokens // self.num_microbatches + 1
                 firsts.append(int(np.searchsorted(ends, end)))
             if firsts[-1] < len(ends):
@@ -5503,7 +5530,8 @@ def assign(group, values: dict[str, typing.Any], path: str = ""):
     return type(group)(**fields)
 
 
-# Names, also of preset and track, and a parameter's kind are the script's: --set cannot change them.
+# Names, also of preset and track, and a parameter's kind and rows_by are the script's: --set cannot change
+# them.
 FIXED_SETTINGS = ("preset", "track", "name", "kind", "rows_by")
 
 

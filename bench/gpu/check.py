@@ -159,12 +159,12 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
 
     products = {
         "logits": (x, w.T, torch.float8_e4m3fn, True),
-        "gradient of x": (grad, tg.transposed(w).T, torch.bfloat16, False),
-        "gradient of w": (tg.transposed(x), tg.transposed(grad).T, torch.float32, False),
+        "gradient of x": (grad, tg.transposed_copy(w).T, torch.bfloat16, False),
+        "gradient of w": (tg.transposed_copy(x), tg.transposed_copy(grad).T, torch.float32, False),
         "MLP": (square, proj.T, torch.bfloat16, True),
-        "gradient of proj": (tg.transposed(square), tg.transposed(dy).T, torch.float32, False),
+        "gradient of proj": (tg.transposed_copy(square), tg.transposed_copy(dy).T, torch.float32, False),
         "gradient of h": (da, proj.T, torch.bfloat16, False),
-        "gradient of fc": (tg.transposed(da), tg.transposed(x).T, torch.float32, False),
+        "gradient of fc": (tg.transposed_copy(da), tg.transposed_copy(x).T, torch.float32, False),
     }
     for name, (a, b, dtype, fast) in products.items():
         out = torch.empty(len(a), b.size(1), dtype=dtype, device=setup.device)
