@@ -389,10 +389,11 @@ class Config:
     """Holds one run's settings. Defaults: the 1050-step record preset. CPU is a copy of it, with `replace`,
     and WORDS one of CPU.
 
-    A new switch also needs a row of PARTS in tests/test_switches.py. A new number needs a row of ADDED in
-    evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are used; the
-    main ones are GATE_DIM, MUDD_SCALE, the initial values of param_table(), gate_table() and MUDD_OUTPUTS,
-    and the numbers of rotary_family() in section 6, FP8_* in 8, ANVIL_MAPS in 11, and untie_step() in 3.
+    A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
+    ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
+    used; the main ones are GATE_DIM, MUDD_SCALE, the initial values of param_table(), gate_table() and
+    MUDD_OUTPUTS, and the numbers of rotary_family() in section 6, FP8_* in 8, ANVIL_MAPS in 11, and
+    untie_step() in 3.
     """
 
     # data and goal
@@ -4598,7 +4599,8 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
         update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
         row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
 
-    with update_beta2 = beta2^interval_ratio, as time passes by interval_ratio from update to update.
+    with update_beta2 = beta2^interval_ratio. Time passes with the steps, not with updates: of these the first
+    late one may come earlier than the late interval says.
     The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
     et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
     updates of the whole table, not of a row. So the first step of a row that is touched late is 1 / sqrt(1 -
@@ -4607,8 +4609,9 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
     """
     dtype = state["moments"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
-    state["clock"] += torch.tensor([1, interval_ratio])
-    count, now = state["clock"].tolist()
+    count = state["clock"][0].item() + 1
+    now = (plan.step + 1) // ngrams.update_every[0]
+    state["clock"].copy_(torch.tensor([count, now]))
     update_beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
@@ -5926,7 +5929,7 @@ def read_saved(path: str | Path, fix: str) -> dict:
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"{entry.filename} is compressed")
                 # bytearray(10**12) is what weights_only would allow.
-                if entry.filename.endswith(".pkl") and b"bytearray" in file.read(entry):
+                if entry.filename.lower().endswith(".pkl") and b"bytearray" in file.read(entry):
                     raise ValueError(f"{entry.filename} makes a bytearray")
             damaged = file.testzip()  # torch.load compares no checksums
             if damaged:
@@ -6006,10 +6009,13 @@ def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
     return saved
 
 
-def task_of(args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int) -> dict:
-    """Returns what must be the same to resume a run."""
+def task_of(
+    args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int, mlp_dtype: torch.dtype | None
+) -> dict:
+    """Returns what must be the same to resume a run. mlp_dtype: the Backend's, which follows from the CPU."""
     task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    return task | {"seed": args.seed, "processes": world_size, "script": zlib.crc32(SOURCE)}
+    others = {"processes": world_size, "script": zlib.crc32(SOURCE), "mlp_dtype": str(mlp_dtype)}
+    return task | {"seed": args.seed} | others
 
 
 def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
@@ -6477,7 +6483,7 @@ def run(args: argparse.Namespace) -> None:
     if args.check:
         if args.data:  # the preset's may not be there yet
             open_dataset(cfg)
-        print(f"{args.check} processes can run this here")
+        print(f"{args.check} processes can run this here, on the track {track_of(cfg, args.check)}")
         return
     data = open_dataset(cfg)
     val_slices = cfg.val_slices
@@ -6486,7 +6492,7 @@ def run(args: argparse.Namespace) -> None:
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, segment_sum_rows=backend.segment_sum_rows)
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
-    task = task_of(args, cfg, data, world_size)
+    task = task_of(args, cfg, data, world_size, backend.mlp_dtype)
     require_same_task(args, task, exchange, resumed)
     cannot_be_record = args.checkpoint_every or args.resume or args.profile
     track = "other" if cannot_be_record else track_of(cfg, world_size)

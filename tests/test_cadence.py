@@ -207,6 +207,21 @@ def table_events(dtype):
     assert next(events, None) is None
 
 
+def test_time_passes_with_the_steps_of_n_grams():
+    """Not with their updates: the first of every fourth step may come after fewer steps."""
+    ngrams = tg.Ngrams((2,), 4, width=8, dtype="float32", update_every=(1, 4))
+    cfg = tiny_config("float32", ngrams=ngrams, late_updates_from=5)
+    table = tg.NgramTable(cfg, tg.Exchange(0, 1))
+    times = []
+    for step in range(cfg.steps):
+        plan = tg.plan_step(cfg, step)
+        if plan.updates(ngrams.update_every):
+            rows = torch.arange(4, dtype=torch.int32)
+            tg.row_adam(table.block, rows, torch.ones(4, 8), table.state, ngrams, plan)
+            times.append(table.state["last"][0].item())
+    assert times == [1, 2, 3, 4, 5, *range(8, cfg.steps + 1, 4)]
+
+
 @pytest.mark.pinned("the table of n-grams, as record 92 has it,")
 def test_golden_ngrams():
     for want, rows, grads, table in table_events("float64"):
