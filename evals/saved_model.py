@@ -219,5 +219,5 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         for rank in ranks:
             blocks.append(map_rows(f"{saved_path}.ngrams{rank}", saved["id"], rank, count, row_bytes))
         model.ngrams = NgramFiles(blocks, dtype, device)
-    model.use_rotary(tg.plan_step(cfg, cfg.steps - 1).stage)
+    model.use_rotary(max(i for i, stage in enumerate(cfg.stages) if stage.steps))
     return model

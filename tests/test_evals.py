@@ -134,6 +134,7 @@ def test_a_model_may_take_the_place_of_another(run):
         assert tg.output_file(name) == run / name
 
 
+@pytest.mark.pinned("the list of settings, which saved models have,")
 @pytest.mark.parametrize("preset", ["record", "cpu", "words"])
 def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
     """Reads what commit 1cdcaab saved. Shapes and initial values, code in text there, are never run.
@@ -144,10 +145,13 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
     old = golden["config"]
     for row in old["params"]:
         row["shape"] = row["init"] = "__import__('os').mkdir('run_by_a_model')"
+    new_field = ""
     try:
         cfg = read_config(json.dumps(old))
-    except tg.UserError as error:  # a new field
-        pytest.fail(str(error), pytrace=False)
+    except tg.UserError as error:
+        new_field = str(error)
+    if new_field:
+        pytest.fail(new_field, pytrace=False)
     assert not Path("run_by_a_model").exists()
     assert (cfg.late_updates_from, cfg.two_momenta_from) == (old["second_cadence_from"], old["rails_step"])
     for layer, before in zip(cfg.layers, old["layers"], strict=True):
@@ -245,6 +249,13 @@ def test_what_a_file_holds_is_checked_before_memory_is_taken(copied, reason):
         load_model(copied)
 
 
+def test_a_long_schedule_takes_no_memory(copied):
+    saved = torch.load(copied)
+    saved["config"] = re.sub(r'"(steps|window)": \d+', rf'"\1": {2**31 - 1}', saved["config"])
+    torch.save(saved, copied)
+    load_model(copied)
+
+
 @pytest.mark.parametrize("reason", ("compressed", "bytearray"))
 def test_a_file_that_would_take_more_memory_than_its_size_is_not_unpickled(copied, reason):
     with zipfile.ZipFile(copied) as file:
@@ -254,7 +265,9 @@ def test_a_file_that_would_take_more_memory_than_its_size_is_not_unpickled(copie
             if name.endswith("/data.pkl") and reason == "compressed":
                 file.writestr(name, content + bytes(1 << 20), zipfile.ZIP_DEFLATED)
             elif name.endswith("/data.pkl"):
-                file.writestr(name, b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x10tR.")  # 64 GiB
+                # 64 GiB. torch finds the entry in capitals, too.
+                pickled = b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x10tR."
+                file.writestr(name.replace("pkl", "PKL"), pickled)
             else:
                 file.writestr(name, content)
     with pytest.raises(tg.UserError, match=f"^cannot read {copied}: [^\n]*{reason}[^\n]*$"):
