@@ -31,8 +31,9 @@ A group is a record over the baseline if its mean loss is below its track's targ
 baseline's, both with p < 0.01 (in Welch's test). All logs must name their track, script, machine, data and
 seed, and have the target, data, vocabulary and validation that records/tracks.py gives. Within each group the
 steps, scripts, machines, data and validation must be equal, and the seeds different. Machines, data and
-validation must be equal in both groups, and no run may be in both. The script must have passed
-records/referee.py, whose referee.txt is beside the logs. Records that are listed already need none.
+validation must be equal in both groups, and no run may be in both. The baseline must be the folder's own
+`baseline/`, whose runs alternate with its own. The script must have passed records/referee.py, whose
+referee.txt is beside the logs. Records that are listed already need none.
 
 --curves draws losses over steps and over training time. With dots: validation loss, mean and standard
 deviation of a group's runs, at the steps that all validated; up to four dots are not joined by lines. A
@@ -43,8 +44,8 @@ stages that also predict later tokens. It is dotted if a stage has a sampled sof
 because it leaves out columns. Dashed: the target. The loss axis is logarithmic, and fits the losses after a
 group's first 10 % of steps.
 
---begin prints the table of a new record, beside that of its `baseline/` if there is one, and begins its
-README.md if there is none. If it is no record, it says what to do with the folder. --update writes the
+--begin prints the table of a folder. If it has a `baseline/`, it compares them, and begins the README.md of a
+record if there is none. If it is no record, it says what to do with the folder. --update writes the
 records' tables in README.md and records/README.md, and draws the curves.png of a record if its logs or the
 drawing code have changed. It lists a new folder only if it is a record over its `baseline/`, and none of its
 runs is in another record. It writes nothing if fewer runs of a listed record count than its row says.
@@ -85,6 +86,7 @@ from scripts import UserError, make_parser, missing_package, new_figure, number,
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
 SMOOTHED = 0.05  # of the steps: the window that training losses are averaged over
+MOST_STEPS = 10**7  # of a log that is read: a training curve has a place for each
 FEW = 4  # validations, which make no curve: these are not joined by lines
 STEEP = 0.1  # of the steps: the first, whose losses may lie above the picture
 
@@ -161,6 +163,7 @@ HEADER = {
     "config": r"config: (\{.*\})",
     "data": r"data: (.+?)",
     "resumed": r"resumed: (\S+) after step (\d+)(?:;.*)?",
+    "amx": r"this CPU has AMX: (.+?)",
 }
 # Types of the settings that are read here. All numbers but the seed are above 0.
 CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "vocab_size": int}
@@ -180,6 +183,7 @@ class Header:
     commit: str | None = None
     script: str | None = None  # the name, and the hash of its text
     data: str | None = None  # the fingerprint, and what it is of
+    amx: bool = False  # the MLPs' products are in bf16, because the CPU has AMX
     config: dict = field(default_factory=dict)
     origin: str | None = None  # the run that this log continues, and after which step
     after: int = 0
@@ -406,6 +410,8 @@ def read_training(text: bytes, path: str) -> list[Point]:
     times: dict[int, float | None] = {}
     losses: dict[int, float] = {}
     for step, total, loss, time, unit, late_loss, at in TRAINING.findall(text):
+        if int(step) > MOST_STEPS:
+            raise UserError(f"{path}: a line of step {int(step)}: runs have at most {MOST_STEPS:,}")
         times[int(step)] = seconds(time, unit)
         if loss or late_loss:
             of = int(at or step)
@@ -439,7 +445,7 @@ def read_header(text: str, path: str, before: Header) -> Header:
             raise UserError(f"{path}: it has config lines that differ")
     if not last:
         return before
-    header = Header(script=last.get("script"), data=last.get("data"))
+    header = Header(script=last.get("script"), data=last.get("data"), amx="amx" in last)
     device = None
     if "torch" in last:
         header.torch, device, world_size = last["torch"]
@@ -487,13 +493,15 @@ def setting(name: str) -> Value:
 
 seed_of = setting("seed")
 # A loss per token depends on these.
-OF_LOSS = {name: setting(name) for name in ("vocab_size", "val_slices", "val_slice_tokens")}
+OF_LOSS = {name: setting(name) for name in ("vocab_size", "val_slices", "val_slice_tokens", "val_tokens")}
 # What should be equal between groups, or else their difference says nothing of the change that was made.
 # After the data's fingerprint a log may say how batches are packed, which is a setting like others.
 ALIKE: dict[str, Value] = {
     "hardware": lambda r: r.header.hardware,
     "data": lambda r: r.header.data and r.header.data.split()[0],
     "targets": lambda r: r.target,
+    # Logs of earlier scripts have no such setting.
+    "MLPs' dtype, which AMX changes": lambda r: r.header.amx if r.header.config.get("bf16_mlp") else None,
     **OF_LOSS,
 }
 WITHIN: dict[str, Value] = ALIKE | {  # what should be equal in a group, too
@@ -842,7 +850,8 @@ def difference(values: list[float], base: list[float], in_pairs: bool = False) -
     delta = None if mean is None or base_mean is None else mean - base_mean
     from scipy.stats import ttest_ind, ttest_rel
 
-    if in_pairs and varies([value - other for value, other in zip(values, base)]):
+    # Rounded, because equal differences of decimals differ in their last bits.
+    if in_pairs and varies([round(value - other, 9) for value, other in zip(values, base)]):
         test = ttest_rel(values, base)
     elif not in_pairs and varies(values) and varies(base):
         test = ttest_ind(values, base, equal_var=False)
@@ -865,6 +874,12 @@ def unpaired(group: Group, base: Group) -> dict[str, Difference]:
     }
 
 
+def side_by_side(group: Group, base: Group) -> bool:
+    """Tells whether the groups are a folder and its `baseline/`, whose runs alternate."""
+    folders = {Path(run.path).parent / "baseline" for run in group.runs}
+    return folders == {Path(run.path).parent for run in base.runs}
+
+
 def paired(group: Group, base: Group) -> dict[str, Difference]:
     """Returns the differences in pairs, if both groups have the same seeds, each once; else an empty dict.
 
@@ -876,7 +891,7 @@ def paired(group: Group, base: Group) -> dict[str, Difference]:
     group = replace(group, runs=sorted(group.counted, key=seed_of))
     base = replace(base, runs=sorted(base.counted, key=seed_of))
     tests = {}
-    if Path(base.runs[0].path).parent == Path(group.runs[0].path).parent / "baseline":
+    if side_by_side(group, base):
         tests["time"] = difference(group.times, base.times, in_pairs=True)
     tests["loss"] = difference(comparable_losses(group, base), base.losses, in_pairs=True)
     return tests
@@ -957,6 +972,8 @@ def record_verdict(group: Group, base: Group) -> Verdict:
         claim = ""
     elif None in named:
         reasons_against.append("not every log names its track")
+    if claim == "record" and not side_by_side(group, base):
+        reasons_against.append("they did not run side by side, as a folder and its baseline/ do")
 
     target = min(group.distinct(ALIKE["targets"]), default=group.target)  # the track's, not --target's
     time_p = unpaired(group, base)["time"].p
@@ -1420,7 +1437,9 @@ def flatten(config, name: str = "") -> list[str]:
     if isinstance(config, dict) and config:
         items = list(config.items())
     elif isinstance(config, list) and config:
-        items = list(enumerate(config))
+        items = []
+        for i, row in enumerate(config):  # rows with a name by that, as --set has them
+            items.append((row.get("name", i) if isinstance(row, dict) else i, row))
     else:
         return [f"{name}: {json.dumps(config)}"]
     lines = []
@@ -1504,6 +1523,20 @@ def refuse(record: Record, others: list[Record]) -> str:
     if verdict.shown:
         return ""
     return verdict.text
+
+
+def remarks(records: list[Record], listed: dict[Path, int]) -> list[str]:
+    """Says of new records which are slower than the one before, if that ran on such a machine."""
+    lines = []
+    latest: dict[str, Record] = {}  # by track
+    for record in records:
+        before = latest.get(record.track)
+        latest[record.track] = record
+        if before is None or record.folder in listed or differences(record.group, before.group):
+            continue
+        if record.group.time.mean > before.group.time.mean:
+            lines.append(f"{record.folder} is slower than {before.folder.name}: was that its baseline?")
+    return lines
 
 
 def record_tables(records: list[Record]) -> str:
@@ -1600,9 +1633,12 @@ def update() -> list[str]:
     If something could not be read, or a listed record has lost runs, writes nothing, and returns that.
     """
     errors: list[str] = []
+    listed = listed_runs()
     records, refused = read_records(errors)
     if errors:
         return errors
+    for line in remarks(records, listed):
+        print(f"compare.py: warning: {line}", file=sys.stderr)
     for path, text in pages(records).items():
         write_page(path, text)
     for record in records:
@@ -1619,7 +1655,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--anyway", action="store_true", help="print percentages though machines, data or validation differ")
     add("--curves", type=png, metavar="FILE.png", help="draw losses over steps and over training time")
     add("--diff", nargs=2, metavar=("A", "B"), help="what changed in script and config from log A to log B")
-    add("--begin", metavar="FOLDER", help="print the table of a new record, and begin its README.md")
+    add("--begin", metavar="FOLDER", help="print a folder's table; after a race also begin its README.md")
     add("--update", action="store_true", help="write the tables and pictures of the records and README.md")
     args = parser.parse_intermixed_args(argv)
     if sum(map(bool, (args.paths, args.diff, args.begin, args.update))) != 1:
@@ -1666,7 +1702,7 @@ def report(args: argparse.Namespace) -> list[str]:
                 print(f"compare.py: warning: {group.label}: {warning}", file=sys.stderr)
     else:
         text = text_report(groups, args.anyway)
-        if args.begin and not errors:
+        if args.begin and len(groups) > 1 and not errors:
             print(begin_readme(folder, paths, text) + "\n")
             if "\nrecord: no" in text:
                 text += f". Remove {folder}, or move it out of records/, before another race of this name"

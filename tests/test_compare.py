@@ -381,10 +381,10 @@ RECORDS = [  # which groups are changed, how; whether `new` is a record over `ba
 
 def test_record(run):
     for changed, change, answer in RECORDS:
-        for group, seconds in ("base", 95), ("new", 90):
-            write_group(group, **{"seconds": seconds} | (change if group in changed else {}))
+        for group, folder, seconds in ("base", "new/baseline", 95), ("new", "new", 90):
+            write_group(folder, **{"seconds": seconds} | (change if group in changed else {}))
         write_referee("new")
-        out = run("base new --target 9")[1]  # a record is of the track's target
+        out = run("base=new/baseline new --target 9")[1]  # a record is of the track's target
         assert f"\nrecord: {answer}, because" in out, change
     assert "because not of the track `gpt2-small`: target is 3.5, not 3.28; of base: not " in out
 
@@ -432,15 +432,22 @@ REFEREES = {  # what referee.txt says; what the verdict says
 
 def test_a_record_needs_the_referee(run, monkeypatch):
     """Presets without a referee need none. The command that makes its verdict can be pasted."""
-    write_group("base", 95)
+    write_group("my new/baseline", 95)
     write_group("my new", 90)
-    assert last_line(run, "base 'my new'").startswith("record: yes")
+    both = "'my new/baseline' 'my new'"
+    assert last_line(run, both).startswith("record: yes")
     monkeypatch.setattr(referee, "PRESETS", ["record"])
-    assert last_line(run, "base 'my new'").startswith(f"record: {NO_VERDICT}")
+    assert last_line(run, both).startswith(f"record: {NO_VERDICT}")
     for says, answer in REFEREES.values():
         write_referee("my new", **says)
-        assert last_line(run, "base 'my new'").startswith(f"record: {answer}")
+        assert last_line(run, both).startswith(f"record: {answer}")
     assert "referee" not in run("'my new'")[1]  # it is no log
+
+
+def test_a_record_ran_beside_its_baseline(run):
+    write_group("old", 95)
+    write_group("new", 90)
+    assert last_line(run, "old new").startswith("record: no, because they did not run side by side")
 
 
 def test_a_run_in_both_groups_makes_no_record(run):
@@ -456,6 +463,9 @@ def test_no_percentage_between_machines(run):
     write("packed", own_log(seconds=91, data="ab12 (9 tokens), packed otherwise"))
     Path("public.txt").write_text(steps(seconds=91))
     assert run("a packed public.txt")[1].count("+1.000 s (+1.11 %)") == 2
+    for folder, line in ("fp32", ""), ("bf16", "\nthis CPU has AMX: so"):
+        write(folder, own_log(seconds=91, config={"bf16_mlp": True}, header=HEADER + line))
+    assert run("fp32 bf16")[1].startswith("warning: not the same MLPs' dtype, which AMX changes, ")
     write("other", own_log(seconds=91, header=ON_A100))
     out = run("a packed other")[1]
     assert out.startswith("warning: not the same hardware, ") and " %" not in out
@@ -474,26 +484,22 @@ def test_a_records_readme_is_begun_once(run, monkeypatch):
     folder = "2026-11-24_My_Idea"
     readme = Path(folder, "README.md")
     write(folder, 3.27, 3.26)
-    table = run(folder)[1]
+    assert run(f"--begin {folder}") == run(folder)
+    assert not readme.exists()  # a try, which was no race
+    write(f"{folder}/baseline", 3.29, 3.28)
+    table = run(f"{folder}/baseline {folder}")[1]
     monkeypatch.setenv("RUN_COMMAND", "./run.sh --name My_Idea")
-    assert run(f"--begin {folder}")[1].endswith(table)
+    out = run(f"--begin {Path(folder).absolute()}/")[1]
+    assert out.splitlines()[-1].startswith(table.splitlines()[-1] + f". Remove {folder}, or")
     assert readme.read_text() == (
         "# My_Idea\n\n![Losses over steps and over training time](curves.png)\n\n"
         "(What was changed, against which record, and why.)\n\n    ./run.sh --name My_Idea\n\n"
-        f"What `python records/compare.py {folder}` prints:\n\n{textwrap.indent(table, '    ')}"
+        f"What `python records/compare.py {folder}/baseline {folder}` prints:\n\n"
+        f"{textwrap.indent(table, '    ')}"
     )
     readme.write_text("mine")
     run(f"--begin {folder}")
     assert readme.read_text() == "mine"
-    readme.unlink()
-    monkeypatch.delenv("RUN_COMMAND")
-    write(f"{folder}/baseline", 3.29)
-    out = run(f"--begin {Path(folder).absolute()}/")[1]
-    assert f". Remove {folder}, or" in out.splitlines()[-1] and ". Remove" not in readme.read_text()
-    assert f"why.)\n\nWhat `python records/compare.py {folder}/baseline {folder}`" in readme.read_text()
-    write("my idea", 3.27)
-    run("--begin 'my idea'")
-    assert "compare.py 'my idea'` prints" in Path("my idea/README.md").read_text()
 
 
 # -------------------------------------------------------------------------------------- a run in several logs
@@ -564,7 +570,8 @@ new against old
           difference            Welch t    df      p (two-sided)
   time    -0.750 s (-0.78 %)    -15.92     5.6     6.6e-06
   loss    +0.0003               0.40       6.0     0.7006
-record: no, because the mean loss is not shown to be below the target 3.28 (p 0.0423, needs < 0.01), \
+record: no, because they did not run side by side, as a folder and its baseline/ do; \
+the mean loss is not shown to be below the target 3.28 (p 0.0423, needs < 0.01), \
 although the mean time is below old's (p 6.6e-06 < 0.01)
 """
 
@@ -903,14 +910,16 @@ def test_no_page_is_written_if_marks_or_a_title_are_missing_or_a_log_is_broken(r
 def test_a_full_disk_leaves_pages_as_they_were(run, records):
     """As does a limit on the size of files."""
     before = (records / "README.md").read_text()
+    readme = records / NEXT / "README.md"
+    readme.unlink()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
     try:
-        codes = run("--update")[0], run(f"--begin {records / NEXT}/baseline")[0]
+        codes = run("--update")[0], run(f"--begin {records / NEXT}")[0]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert codes == (2, 2) and (records / "README.md").read_text() == before
-    assert not (records / NEXT / "baseline/README.md").exists()
+    assert not readme.exists()
 
 
 def without_indentation(text):
