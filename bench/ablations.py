@@ -68,7 +68,7 @@ import compare
 
 import train_gpt as tg
 from scripts import UserError, make_parser, number, run_script, target, tied
-from worth import SHORTER, Side, in_time, paired, time_ratios
+from worth import SHORTER, Side, import_copy, in_time, paired, time_ratios
 
 TINY = ["length=0.05", "warmup=false", "val_slices=4", "samples=0"]
 BASELINE = "as it is"
@@ -192,13 +192,22 @@ def data_of(preset: str, settings: list[str]) -> str:
     return tg.dataset_hash([*sorted(folder.glob("*.bin")), *folder.glob("vocabulary.txt")])
 
 
+def what_losses_are_of(script: Path, preset: str, settings: list[str]) -> list:
+    """Returns the settings on which a loss per token depends besides the model."""
+    module = import_copy(script)
+    cfg = reduce(module.override, settings, module.PRESETS[preset])
+    return [getattr(cfg, name) for name in ("data", "vocab_size", "val_slices", "val_slice_tokens")]
+
+
 def read_results(path: Path) -> dict[tuple, float]:
     """Returns the losses of the runs in a file, by what makes a run. Raises UserError if a line has none."""
     done = {}
     if path.exists():
         for i, line in enumerate(path.read_bytes().splitlines(), 1):
             fix = "remove this line, or give another --out"
-            with tg.user_error_on(f"{path}:{i} is no run", fix, ValueError, LookupError, TypeError):
+            with tg.user_error_on(
+                f"{path}:{i} is no run", fix, ValueError, LookupError, TypeError, RecursionError
+            ):
                 entry = json.loads(line)
                 done[tuple(entry["run"]), entry.get("data"), entry.get("on")] = float(entry["loss"])
     return done
@@ -218,7 +227,7 @@ def table(losses: dict[str, list[float]]) -> str:
             cells += [f"{difference:+.4f}", "", "no error: equal in all pairs"]
         else:
             verdict = "resolved" if p < 0.05 else "not resolved"
-            cells += [f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}", verdict]
+            cells += [f"{difference:+.4f} +- {error:.4f}", compare.show_p(p), verdict]
         rows.append(cells)
     return "\n".join(compare.markdown_table(["variant", "loss", "difference", "p", ""], rows))
 
@@ -299,20 +308,30 @@ def train_all(
     """Trains all variants with all seeds; returns their losses by label."""
     done = read_results(args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    for label, settings, _ in variants:
-        if has_check(args.script):
-            start(scripts[label], args.preset, args.common + settings, "--check", "1")  # before any run
+    wanted = None
+    for label, settings, _ in variants if has_check(args.script) else ():
+        settings = args.common + settings
+        start(scripts[label], args.preset, settings, "--check", "1")  # before any run
+        found = what_losses_are_of(scripts[label], args.preset, settings)
+        wanted = wanted or found  # the baseline's, which is the first
+        if found != wanted:
+            raise UserError(f"{label}: its losses are of other data or another validation; use --set for all")
+
+    def name_of(seed: int, label: str, settings: list[str]) -> tuple:
+        """Returns what makes a run: another PyTorch or CPU rounds in another way."""
+        digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
+        run = digest, args.preset, " ".join(settings), seed
+        on = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+        if torch.cpu._is_amx_tile_supported():
+            on += ", AMX"
+        return run, data_of(args.preset, settings), on
 
     def train_once(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings
-        digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
-        run = digest, args.preset, " ".join(settings), seed
-        # Others round in another way, and a difference would have that in it.
-        on = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-        name = run, data_of(args.preset, settings), on
+        name = name_of(seed, label, settings)
         if name not in done:
             result = train(scripts[label], args.preset, settings, seed)
-            row = json.dumps({"run": run, "data": name[1], "on": on, "label": label} | result)
+            row = json.dumps(dict(zip(("run", "data", "on"), name), label=label) | result)
             with open(args.out, "a+") as file:
                 file.seek(0)
                 before = file.read()
@@ -326,7 +345,11 @@ def train_all(
         tqdm.write(f"{said}  {label}")
         return done[name]
 
-    print(f"{len(seeds) * len(variants)} runs, {args.jobs} at once", flush=True)
+    kept = 0
+    for label, settings, _ in variants:
+        kept += sum(name_of(seed, label, args.common + settings) in done for seed in seeds)
+    known = f"; {kept} of them are there already" if kept else ""
+    print(f"{len(seeds) * len(variants)} runs, {args.jobs} at once{known}", flush=True)
     pool = futures.ThreadPoolExecutor(args.jobs)
     runs = {}
     for seed in seeds:

@@ -35,7 +35,7 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float
     """Returns the mean of losses - base, pair by pair, its standard error, and p; nan: undefined."""
     from scipy.stats import ttest_rel
 
-    differences = [a - b for a, b in zip(losses, base, strict=True)]
+    differences = [round(a - b, 9) for a, b in zip(losses, base, strict=True)]  # equal ones shall be equal
     if len(set(differences)) == 1:  # one pair, or pairs without spread
         return differences[0], math.nan, math.nan
     error = stdev(differences) / math.sqrt(len(differences))
@@ -129,6 +129,9 @@ def in_time(
     guess = less_or_more(math.exp(log_time))
     interval = f"{less_or_more(math.exp(log_time - margin))} to {less_or_more(math.exp(log_time + margin))}"
     if abs(log_time) < margin:
+        if paired(losses, base)[2] < 0.05:
+            alone = less_or_more(SHORTER**-share)
+            text += f"the loss alone is worth about {alone} time; with that of the steps, "
         text += f"time to the baseline's loss: {interval} (95 %), best guess {guess}: undecided"
     else:
         text += f"about {guess} time to the baseline's loss, in {100 * SHORTER**-share:.0f} % of the steps "

@@ -62,6 +62,8 @@ def run_script(
     refuse_empty_values(parser, sys.argv[1:] if argv is None else argv)
     if argv is None:  # as Ctrl-C, so that what is unfinished is removed
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
+            signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         run(parser.parse_args(argv))
     except BrokenPipeError:  # whoever read it, as `head`, has enough

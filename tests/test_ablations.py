@@ -59,7 +59,8 @@ def test_a_difference_is_that_of_pairs():
     assert (difference / error, p) == pytest.approx((test.statistic, test.pvalue))
     assert difference == pytest.approx(np.mean(losses - base))
     assert repr(ablations.paired([1.0], [2.0])) == "(-1.0, nan, nan)"
-    assert repr(ablations.paired([1.0, 2.0], [2.0, 3.0])) == "(-1.0, nan, nan)"  # pairs without spread
+    # Pairs without spread; so written, their differences differ in the last bits.
+    assert repr(ablations.paired([1.0533, 1.0446], [1.0523, 1.0436])) == "(0.001, nan, nan)"
 
 
 def test_variants_run_seed_by_seed_and_not_again(trained, capsys):
@@ -98,7 +99,9 @@ def test_runs_on_other_data_are_made_again(trained):
     assert [run[2] for run in trained] == ["data=a", "data=a x=1", *3 * ["data=a data=b"]]
 
 
-@pytest.mark.parametrize("line", ('{"run": ["0123", "cpu", "", 0], "lo', "", '{"run": 5, "loss": 2}'))
+@pytest.mark.parametrize(
+    "line", ('{"run": ["0123", "cpu", "", 0], "lo', "", '{"run": 5, "loss": 2}', 10**5 * "[")
+)
 def test_a_line_that_is_no_run_is_named_before_any_run(trained, line):
     content = f'{{"run": ["0", "cpu", "", 0], "label": "a", "loss": 2.0}}\n{line}\n'
     Path("out.jsonl").write_text(content)
@@ -207,6 +210,7 @@ def test_without_seeds_or_a_slope_there_is_no_estimate():
 def test_the_baseline_also_runs_with_fewer_steps(trained, monkeypatch, capsys):
     """A script with --check has a length. It stands behind the common settings, so that it counts."""
     monkeypatch.setattr(ablations, "start", lambda *args: "")
+    monkeypatch.setattr(ablations, "what_losses_are_of", lambda *args: [])
     monkeypatch.setattr(ablations, "time_ratios", lambda *args: np.ones(6))
     Path("script.py").write_text('"--check"')
     ablate("x=1 --seeds 2 --set length=0.5")
@@ -215,6 +219,13 @@ def test_the_baseline_also_runs_with_fewer_steps(trained, monkeypatch, capsys):
     trained.clear()
     ablate("x=1 --seeds 2 --set length=0.5 --losses-only --out other.jsonl")
     assert [run[2] for run in trained] == 2 * ["length=0.5", "length=0.5 x=1"]
+
+
+def test_losses_of_another_validation_are_refused(trained, monkeypatch):
+    monkeypatch.setattr(ablations, "start", lambda *args: "")
+    with pytest.raises(SystemExit, match="b: its losses are of other data or another validation"):
+        ablations.main(["b: val_slices=2"])
+    assert not trained
 
 
 def test_tiny_keeps_no_losses(trained, capsys):
