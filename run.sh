@@ -97,9 +97,17 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # The processes meet at the loopback interface, because the machine's name may have no address.
 if [[ $(uname) == Linux ]]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
 [[ ! $against || $tiny ]] || works 'import scipy' || die "compare.py needs scipy: $problem"
-# Early records' scripts have no --check.
-! grep -q '"--check"' "$script" ||
-    "${tied[@]}" "$python" "$script" "${args[@]}" --check "$processes" >/dev/null
+track_of() {   # SCRIPT OPTION...: checks options; early records' scripts have no --check, or name no track
+    ! grep -q '"--check"' "$1" ||
+        "${tied[@]}" "$python" "$@" --check "$processes" | sed -n 's/.* on the track //p'
+}
+track=$(track_of "$script" "${args[@]}")
+if [[ $against && ! $tiny ]]; then
+    before=$(track_of "$against" "${same[@]}")
+    [[ ! $track || ! $before || $track == "$before" ]] ||
+        die "--set makes the track '$track', but $against has '$before': change both scripts' presets instead"
+    [[ $track != other ]] || say "these runs can be compared, but the track 'other' holds no record"
+fi
 declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
 [[ $data ]] || "${tied[@]}" "$python" data/${sources[$preset]:-fineweb.py}
 for (( end = seed + runs; seed < end; seed++ )); do
@@ -110,6 +118,7 @@ done
 if [[ $name && ( $runs -gt 1 || $against ) ]]; then
     folder=$(ls -td records/*/"${RUN_DATE}_$name" | head -n 1)
     log=$(ls "$folder"/seed*.txt | head -n 1)
-    [[ ! $against ]] || "$python" records/referee.py "$script" --preset "$preset" --log "$log" || true
+    [[ ! $against ]] ||
+        "${tied[@]}" "$python" records/referee.py "$script" --preset "$preset" --log "$log" || true
     "$python" records/compare.py --begin "$folder"
 fi

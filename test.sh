@@ -20,6 +20,9 @@ esac
 shift
 [[ "$marked $*" != "not long "*tests/* ]] || marked=''
 
+for test in "$@"; do
+    [[ $test != *.py* || $test == *tests/* ]] || die "$test is no test; tests try train_gpt.py: put a copy there"
+done
 find_environment huggingface_hub matplotlib safetensors scipy tiktoken
 works 'import mypy, pytest, ruff, xdist' || pip_install -r tests/requirements.txt
 # torch for CUDA brings its Triton; torch for CPUs has none.

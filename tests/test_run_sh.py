@@ -38,6 +38,8 @@ case "$*" in
     *"${FAILS-no command}"*) exit 3 ;;
     *"${HANGS-no command}"*) echo hangs; exec sleep 3600 ;;
     *"-r requirements.txt") touch "$venv/complete" ;;
+    *val_slices*--check*) echo 2 processes can run this here, on the track other ;;
+    *--check*) echo 2 processes can run this here, on the track cpu ;;
     *" --name="*)
         command=$*
         name=${command##*--name=}
@@ -242,13 +244,18 @@ def test_a_baseline_runs_in_turn_and_the_referee_follows(ready):
     *runs, referee, table = run(ready, options, FAILS="referee.py")
     idea = f"{STANDALONE}2 train_gpt.py --seed=%d --preset=cpu --data=. --name=Idea --set a=1"
     baseline = f"{STANDALONE}2 train_gpt.py --seed=%d --preset=cpu --data=. --name=Idea/baseline"
-    assert runs[1:] == [idea % 3, baseline % 3, idea % 4, baseline % 4]
+    assert runs[2:] == [idea % 3, baseline % 3, idea % 4, baseline % 4]
     folder = f"records/cpu/{date.today()}_Idea"
     assert re.fullmatch(
         f"records/referee.py train_gpt.py --preset cpu --log {folder}/seed[0-9]+.txt", referee
     )
     assert table == f"records/compare.py --begin {folder}"
     assert "give another --name" in refused(ready, options)  # and new seeds
+
+
+def test_a_race_on_another_track_than_the_baseline_is_refused(ready):
+    commands = run(ready, "--against train_gpt.py --set val_slices=4 --name Idea", 1)
+    assert len(commands) == 2 and "--set makes the track 'other'" in run.text  # and no run
 
 
 def test_failures_end_the_rest(ready):
