@@ -52,12 +52,3 @@ def test_nothing_is_written_if_a_log_cannot_be_read(folder):
     with pytest.raises(SystemExit, match=r"pictures.py: .*/log.txt: no such file"):
         pictures.main([])
     assert "old" in (folder / "README.md").read_text()
-
-
-def test_the_public_history():
-    rows = pictures.read_history().rows
-    assert list(dict.fromkeys(int(row.number) for row in rows)) == list(range(1, 93))
-    assert rows == sorted(rows, key=lambda row: row.date)
-    # Each record is faster than the one before, except record 21 when it was timed again.
-    times = [float(row.minutes) for row in rows]
-    assert [i for i in range(1, len(times)) if times[i] >= times[i - 1]] == [21, 22]

@@ -1,4 +1,4 @@
-"""Tests bench/plain_gpt.py: validation, the rate, a run and its log."""
+"""Tests bench/plain_gpt.py: validation, a run and its log."""
 
 import math
 
@@ -20,12 +20,6 @@ def test_every_target_is_validated_once():
 
     expected = np.mean(np.arange(1, 301) ** 2)
     assert plain_gpt.validate(losses, tokens, 6) == pytest.approx(expected, rel=1e-12)
-
-
-def test_rate():
-    rates = [plain_gpt.rate(step, 100, 2.0) for step in range(100)]
-    assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0]) and max(rates) == 2.0
-    assert np.all(np.diff(rates[5:]) <= 0) and rates[-1] == pytest.approx(0.2, abs=0.002)
 
 
 @pytest.mark.slow

@@ -245,15 +245,12 @@ HONEST_EDITS = {
 }
 HONEST_SETTINGS = {
     "the script as it is": [],
-    "another schedule": ["cooldown_frac=0.7", "stages.1.lr_mul=1.1", "averages.0.rate=0.2"],
-    "a wider model without a pointer, and another softcap": [
-        "head_dim=16",
-        "mlp_dim=48",
+    "a wider model without a pointer": ["head_dim=16", "mlp_dim=48", *NO_POINTER],
+    "another softcap and schedule": [
         "softcap.scale=15",
-        "softcap.shift=1",
-        *NO_POINTER,
+        "stages.*.batch_tokens=512",
+        "stages.*.mtp=1,0.5,0.2",
     ],
-    "another batch size, and later targets": ["stages.*.batch_tokens=512", "stages.*.mtp=1,0.5,0.2"],
     "no n-grams, and one micro-batch": ["ngrams.orders=", "microbatches=1"],
 }
 

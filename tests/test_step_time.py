@@ -67,10 +67,7 @@ def test_output(run_step_time):
     assert [int(line[1]) for line in lines[::4]] == whole
     assert [8 * int(line[1]) for line in lines[3::4]] == whole
     for line in lines:
-        tokens, ms, host, _, builder, rate, mflop, mfu = map(float, line[1:3] + line[4:10])
-        low, high = map(float, line[3].split(".."))
-        assert low <= ms <= high and host <= ms and builder > 0
-        assert rate == pytest.approx(1000 * tokens / ms, rel=0.01, abs=0.5)
+        rate, mflop, mfu = map(float, line[7:10])
         assert mfu == pytest.approx(rate * mflop * 1e6 / ceiling, rel=0.01, abs=1e-4)
 
 

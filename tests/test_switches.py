@@ -135,7 +135,10 @@ def test_a_part_of_the_model_can_be_left_out(cfg, setting):
     assert tg.override(cfg, setting) != cfg, "the test's config has this value: write the other one in PARTS"
     assert changes.keys() ^ other_changes.keys() == PARTS[setting]
     for loss, other_loss in zip(losses[-2:], other_losses[-2:]):
-        assert 0 < abs(loss - other_loss) < 0.5
+        assert loss != other_loss, (
+            "it does nothing in these steps: PARTS has parts of the model, no schedules"
+        )
+        assert abs(loss - other_loss) < 0.5
     for name, change in other_changes.items():
         assert change.any() or name in changes and not changes[name].any(), name
 
