@@ -1,7 +1,7 @@
 """
 A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on FineWeb to a validation loss of
-3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same algorithm on two
-cores, in plain PyTorch.
+3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same code on two cores,
+in plain PyTorch, and leave some techniques out.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py                # the record preset: 8 GPUs, FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu   # the cpu preset: no GPU
@@ -24,8 +24,8 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     5  Step         what a batch holds; train_step, forward_backward, validate
     6  Model        gates; parameters' shapes and initial values; GPT: embeddings, layers, head and loss
     7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
-    8  Operations   in plain torch, some with Triton kernels: norm, rotary embedding, attention, FP8, squared
-                    ReLU, loss, copy pointer, rows of tables; CUDA graphs; a run's backend, which chooses
+    8  Operations   in plain torch, some with Triton kernels: norm, sums, rotary embedding, attention, FP8,
+                    squared ReLU, loss, copy pointer, rows of tables; CUDA graphs; a run's backend
     9  Optimizer    scatter, work and gather of all that is updated, in explicit orders
     10 Parameters   the objects that are updated: their gradients, updates and averages; n-gram memory
     11 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
@@ -135,8 +135,9 @@ Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer",
 # negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
-# Config.length rescales every field of these two types. A TickRate is the fraction by which a WeightAverage
-# moves at each tick. What averages gradients, such as betas and slow_rate, is a Fraction, and stays as it is.
+# Config.length rescales every field of these two types, which rescale() knows by their last item. A TickRate
+# is the fraction by which a WeightAverage moves at each tick. What averages gradients, such as betas and
+# slow_rate, is a Fraction, and stays as it is; so do intervals, such as val_every and WeightAverage.every.
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
 # Two numbers of steps from one update to the next: the first holds up to Config.late_updates_from, the second
@@ -241,7 +242,7 @@ class ParamSpec:
     # hashed_rows: bigram_embed's alone. Another index is a field of MicroBatch, which make_micro_batch()
     # fills; its segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
-    # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
+    # Each rank updates one block. What arrives of its gradient is all, or if sparse the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, so that a gather goes on while
     # the next parameters are updated. No result depends on it.
@@ -310,7 +311,7 @@ class WeightAverage:
     window: Steps  # the run's last steps that it looks at; 0: none
     rate: TickRate  # each tick moves the average by this share towards the parameter; the first is a copy
     blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
-    # If n steps are left, the average ticks if n % every == offset, and if n is in `also`.
+    # If n steps are left, the average ticks if n % every == offset, or if n is in `also`.
     every: Positive = 1
     offset: int = 0
     also: tuple[Steps, ...] = ()
@@ -369,7 +370,7 @@ class Stage:
     batch_tokens: Positive  # over all ranks and micro-batches
     max_doc_len: Positive  # longer documents are truncated to so many tokens
     # Rotary tables follow these, and change once a stage. Windows that change within a stage need an edit of
-    # plan_step() and GPT.use_rotary, and of warmup_steps() if attention is dense.
+    # plan_step(), GPT.use_rotary and its callers, and of warmup_steps() with dense attention or CUDA graphs.
     windows: Windows
     lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
@@ -396,7 +397,7 @@ class Config:
     untie_step() in 3.
     """
 
-    # data and goal
+    # ---- Data and goal.
     preset: str = "record"
     track: str = "gpt2-small"  # folder of records/ for this preset's runs
     data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
@@ -405,7 +406,7 @@ class Config:
     val_slices: Positive = 40
     val_every: int = 250  # validate before step 0 and after every so many, and at the end; 0: only there
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
-    # the model
+    # ---- The model.
     vocab_size: Positive = 50257
     # Rows of embedding tables and columns of the head. The head's columns of padding train like the rest.
     padded_vocab: Positive = 50304
@@ -446,9 +447,9 @@ class Config:
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
     dtype: DType = "bfloat16"  # of weights and activations
-    # The schedule. `--set length=0.5` halves every field of type Steps, such as the stages' steps, and adapts
-    # every TickRate. It rescales what the settings to its left have set. A preset's own length is applied
-    # before all settings, so a copy of the script can be shortened in one place.
+    # ---- The schedule. `--set length=0.5` halves every field of type Steps, such as the stages' steps, and
+    # adapts every TickRate. It rescales what the settings to its left have set. A preset's own length is
+    # applied before all settings, so a copy of the script can be shortened in one place.
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients agree, large ones
     # average out noise later. At the end batches shrink again. The last stage trains at the rate at which the
@@ -471,13 +472,13 @@ class Config:
     averages: tuple[WeightAverage, ...] = AVERAGES  # after the last step parameters move to them, in order
     params: tuple[ParamSpec, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
-    # Adam, for all parameters but the banks:
+    # ---- Adam, for all parameters but the banks.
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ANVIL, for the banks (section 11):
+    # ---- ANVIL, for the banks (section 11). Only this rule reads the following, down to slow_rate.
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -499,7 +500,7 @@ class Config:
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
     slow_rate: Fraction = 0.02
-    # How the run computes. None of these changes the algorithm: they change speed, memory and rounding.
+    # ---- How the run computes. None of these changes the algorithm: they change speed, memory and rounding.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
@@ -540,7 +541,7 @@ class Config:
 RECORD = Config()
 
 # The record preset's layers, without XSA and the copy pointer, on bytes, at widths that two laptop cores
-# train in a minute or two.
+# train in half a minute.
 CPU = replace(
     RECORD,
     preset="cpu",
@@ -636,7 +637,13 @@ WORDS = replace(
     heads=4,
     mlp_dim=256,
     ngrams=Ngrams(
-        (2, 3), rows_per_order=65536, width=128, dtype="float32", update_every=(1, 1), contexts=("copy",)
+        (2, 3),
+        rows_per_order=65536,
+        width=128,
+        dtype="float32",
+        update_every=(1, 1),
+        lr=0.56,
+        contexts=("copy",),
     ),
     # The schedule, for 170 steps. So short a run learns more from the next token alone than from later ones
     # and prefixes. Only the last stage computes the logits of all columns.
@@ -821,7 +828,7 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
 
 
 def warmup_steps(cfg: Config) -> list[range]:
-    """Returns ranges of steps that together do all that a run does: around each step that is the first with
+    """Returns ranges of steps that together have all kinds of steps: around each step that is the first with
     its stage, number of sampled columns, prefixes or none, and late updates or none, the two steps before it,
     itself and the next one.
 
@@ -1037,9 +1044,9 @@ class Batch(NamedTuple):
     """What one step trains on. The Prefetcher's thread builds it, and train_step() reads it."""
 
     plan: StepPlan
-    micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
+    micro_batches: list[MicroBatch]  # pack() has put each in one host buffer, and its segments in another
     position: tuple[int, ...]  # where the loader stands after this batch; a resumed run starts there
-    # The routes (section 12) of each table that this step updates, by table, packed together. Those of
+    # The routes of each table that this step updates, by table, packed together. Those of
     # "ngrams" come with the first step after an update of the n-grams: they are of the rows that all steps up
     # to the next update read.
     routes: dict[str, RowRoutes]
@@ -1061,8 +1068,8 @@ class MicroBatch(NamedTuple):
     max_seqlen: int  # none of these documents or pieces is longer
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
-    # By ParamSpec.rows_by: "inputs", "hashed_rows". Their ids are rows, but of n-grams slots (section 12).
-    # Packed apart from the rest, because their sizes vary.
+    # By ParamSpec.rows_by: "inputs", "hashed_rows". Their ids are rows, but of n-grams slots. They are
+    # packed apart from the rest, because their sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
@@ -1202,9 +1209,14 @@ def validate(
 
 # A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
 # products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
-# outputs. GPT.scalars has two numbers for each layer, then those of the smear and of the skip.
-# Another one is a field here, a flag in used_scalars(), a column of a parameter in param_table(), the same
-# column in layer_scalars(), and its use.
+# outputs:
+#
+#   x = resid_attention * x + post_attention * out * attention(qkv * ...)
+#   x = resid_mlp * x + post_mlp * mlp(x)
+#
+# GPT.scalars has two numbers for each layer, then those of the smear and of the skip. Another one is a field
+# here, a flag in used_scalars(), a column of a parameter in param_table(), the same column in
+# layer_scalars(), and its use.
 LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
 
 
@@ -1219,7 +1231,8 @@ class Gate(NamedTuple):
     """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
     is used without a sigmoid; only that of xsa goes through a tanh.
 
-    Another gate is a field of Layer, a line of gate_table(), a `use` below, and gates[use, i] where it acts:
+    Another gate is a field of Layer, which check_layers() may have to limit, a line of gate_table(), a `use`
+    below, and gates[use, i] where it acts:
     in GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
     embeddings and the pointer have gates of other kinds, which do not come from here.
     """
@@ -1433,7 +1446,7 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
 
 
 def used_params(cfg: Config) -> list[ParamSpec]:
-    """Returns the parameter table's rows, without those of parameters that this model lacks."""
+    """Returns the rows of PARAMS, as the settings have them, of the parameters that this model has."""
     shapes = param_shapes(cfg, 1)
     return [spec for spec in cfg.params if spec.name in shapes]
 
@@ -1616,6 +1629,17 @@ class GPT(nn.Module):
             banks = {name: Weight(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
         return self.trunk(looked_up, sequence, windows, banks, fp8_weights)
+
+    # The streams of the record preset, by the names that trunk() saves them under:
+    #
+    #   x0              norm of the smeared embeddings; layers with x0 add a gated share of it
+    #   "ngram"         the n-grams; layers with ngram add a gated share, layer 0 at once: then x is "first"
+    #   layers 0 .. 3   attention of norm(x), MLP of norm(x); then x is "skip"
+    #   layers 4, 5     the same
+    #   layers 6, 7     the same, of x and a gated share of "skip"; then x is "backout"
+    #   layers 8, 9     attention of norm("backout"), MLP of norm(x)
+    #   layer 10        the same; MUDD adds "first" and "backout" to x and to the values, then "ngram" to x
+    #   the head        norm(x + each token's weights times head_streams())
 
     @compiled
     def trunk(  # compiler_of() names some of its arguments
@@ -2062,25 +2086,6 @@ def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
 
 
-def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotates paired heads. Returns their queries and keys (2T, H/2, Dq), and values (2T, H/2, Dv).
-
-    qk (T, 2, H, Dq), v (T, H, Dv); cos and sin of 2T positions or more.
-
-    Two heads share one sequence of twice the length, so each query sees both heads' keys and values, more to
-    attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of H/2 heads: head h rotates
-    as time 2t + h mod 2, and is attended as row 2t + h // (H/2). For H = 4, heads 0 1 2 3 rotate as
-    2t + 0 1 0 1 and stand in rows 2t + 0 0 1 1: so does the record.
-    """
-    T, heads, _ = v.shape
-    cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
-    sin = sin[: 2 * T].view(T, 1, 1, 2, -1)
-    q, k = rotate(qk.unflatten(2, (-1, 2)), cos, sin).unbind(1)  # (T, H/2, 2, Dq) each
-    q = q.reshape(2 * T, heads // 2, -1)
-    k = k.reshape(2 * T, heads // 2, -1)
-    return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # compiled code would copy reshape's
-
-
 def shift_keys(k: Tensor) -> Tensor:
     """Takes the second half of each key (T, H, D) from the token before, also of another document; token 0
     keeps its own.
@@ -2144,8 +2149,8 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 
 
 # ============================================================================================================
-# 7  Gradients. Linear layers and MLPs, whose backwards write their weights' gradients into main_grad. Their
-#    arithmetic is in section 8.
+# 7  Gradients. Linear layers and MLPs, whose backwards write their weights' gradients into main_grad. FP8
+#    and the activation are in section 8.
 # ============================================================================================================
 
 
@@ -2273,7 +2278,7 @@ class MLP(torch.autograd.Function):
 #    what launches that, with the same arguments and results. Last, the Backend: a run's choice.
 # ============================================================================================================
 
-# ---- RMSNorm -----------------------------------------------------------------------------------------------
+# ---- RMSNorm, sums of streams, rotary embedding -----------------------------------------------------------
 
 
 def use_eager_form(x: Tensor) -> bool:
@@ -2368,6 +2373,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
     return torch.cat([rotated, passthrough], dim=-1)
+
+
+def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotates paired heads. Returns their queries and keys (2T, H/2, Dq), and values (2T, H/2, Dv).
+
+    qk (T, 2, H, Dq), v (T, H, Dv); cos and sin of 2T positions or more.
+
+    Two heads share one sequence of twice the length, so each query sees both heads' keys and values, more to
+    attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of H/2 heads: head h rotates
+    as time 2t + h mod 2, and is attended as row 2t + h // (H/2). For H = 4, heads 0 1 2 3 rotate as
+    2t + 0 1 0 1 and stand in rows 2t + 0 0 1 1: so does the record.
+    """
+    T, heads, _ = v.shape
+    cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
+    sin = sin[: 2 * T].view(T, 1, 1, 2, -1)
+    q, k = rotate(qk.unflatten(2, (-1, 2)), cos, sin).unbind(1)  # (T, H/2, 2, Dq) each
+    q = q.reshape(2 * T, heads // 2, -1)
+    k = k.reshape(2 * T, heads // 2, -1)
+    return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # compiled code would copy reshape's
 
 
 # ---- Attention ---------------------------------------------------------------------------------------------
@@ -4078,7 +4102,7 @@ class TableParam(ShardedParam):
     def scatter(self) -> Pending:
         if self.spec.exchange == "reduce_scatter":
             return super().scatter()
-        rows = self.take_rows()  # first: their means then come to this rank's block of the same main_grad
+        rows = self.take_rows()  # first: reduce_rows() writes their means to a part of the same main_grad
         out = self.exchange.block(self.main_grad)
         return self.exchange.reduce_rows(self.name, rows, self.routes, out)
 
