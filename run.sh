@@ -105,7 +105,7 @@ track=$(track_of "$script" "${args[@]}")
 if [[ $against && ! $tiny ]]; then
     before=$(track_of "$against" "${same[@]}")
     [[ ! $track || ! $before || $track == "$before" ]] ||
-        die "--set makes the track '$track', but $against has '$before': change both scripts' presets instead"
+        die "--set makes the track '$track', but $against has '$before': a race keeps data and validation"
     [[ $track != other ]] || say "these runs can be compared, but the track 'other' holds no record"
 fi
 declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")

@@ -67,6 +67,7 @@ import hashlib
 import json
 import math
 import os
+import pickletools
 import platform
 import re
 import resource
@@ -5674,7 +5675,8 @@ def read_settings(args: argparse.Namespace) -> Config:
     """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
     cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
-    require(".." not in args.name, f"--name {args.name}: give a name without ..")
+    is_name = ".." not in args.name and re.fullmatch(r"[\w.+=-]*(/baseline)?", args.name)
+    require(is_name, f"--name {args.name!r}: give letters, digits and . _ + = - alone, without ..")
     every = args.checkpoint_every
     require(
         not every or padded(every, 4) < cfg.steps,
@@ -5943,6 +5945,14 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
         optimizer.last_plan = plan_step(model.cfg, state["step"] - 1)
 
 
+# What a pickle of tensors, numbers and texts names. Other functions that weights_only allows, such as
+# bytearray, take as much memory as they are told.
+PICKLED = re.compile(
+    r"torch \w+|torch\.storage UntypedStorage|torch\._utils _rebuild_(tensor_v[23]|parameter)"
+    r"|collections OrderedDict"
+)
+
+
 def read_saved(path: str | Path, fix: str) -> dict:
     """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if it is damaged, or could
     take more memory than its size.
@@ -5952,9 +5962,11 @@ def read_saved(path: str | Path, fix: str) -> dict:
             for entry in file.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"{entry.filename} is compressed")
-                # bytearray(10**12) is what weights_only would allow.
-                if entry.filename.lower().endswith(".pkl") and b"bytearray" in file.read(entry):
-                    raise ValueError(f"{entry.filename} makes a bytearray")
+                if not entry.filename.lower().endswith(".pkl"):
+                    continue
+                for opcode, name, _ in pickletools.genops(file.read(entry)):
+                    if "GLOBAL" in opcode.name and not PICKLED.fullmatch(f"{name}"):
+                        raise ValueError(f"{entry.filename} calls {name}")
             damaged = file.testzip()  # torch.load compares no checksums
             if damaged:
                 raise ValueError(f"checksum of {damaged}")
@@ -6201,7 +6213,8 @@ def describe_commit(script: Path, source: bytes) -> str:
         committed = git("ls-tree", "HEAD", f"./{script.name}")
     except subprocess.CalledProcessError:  # git is not installed; there is no commit
         return "unknown"
-    if hashlib.sha1(b"blob %d\0" % len(source) + source).hexdigest() in committed:
+    algorithm = "sha1" if len(commit) == 40 else "sha256"
+    if hashlib.new(algorithm, b"blob %d\0" % len(source) + source).hexdigest() in committed:
         return f"{commit} (clean)"
     return f"{commit} (modified)"
 

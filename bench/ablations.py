@@ -199,6 +199,16 @@ def what_losses_are_of(script: Path, preset: str, settings: list[str]) -> list:
     return [getattr(cfg, name) for name in ("data", "vocab_size", "val_slices", "val_slice_tokens")]
 
 
+def digest_of(script: Path) -> str:
+    return hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+
+
+def require_unchanged(script: Path, digest: str) -> None:
+    """Raises UserError if a script was edited in the meantime: its runs would be of two scripts."""
+    if digest_of(script) != digest:
+        raise UserError(f"{script} was edited while it ran; start again, with a copy to edit")
+
+
 def read_results(path: Path) -> dict[tuple, float]:
     """Returns the losses of the runs in a file, by what makes a run. Raises UserError if a line has none."""
     done = {}
@@ -290,9 +300,12 @@ def run(args: argparse.Namespace) -> None:
         if not timed:
             return
         print("timing the steps, which takes minutes", flush=True)
+        before = {label: digest_of(script) for label, script in scripts.items()}
         for label, settings, _ in args.variants:
             base = Side(scripts[BASELINE], args.common)
             ratios = time_ratios(args.preset, base, Side(scripts[label], args.common + settings))
+            for timed_label in (BASELINE, label):
+                require_unchanged(scripts[timed_label], before[timed_label])
             short = losses.get(SHORT_BASELINE, [])
             print(f"{label}: {in_time(losses[label], losses[BASELINE], short, ratios)}", flush=True)
 
@@ -306,6 +319,7 @@ def train_all(
     args: argparse.Namespace, variants: list[Variant], scripts: dict[str, Path]
 ) -> dict[str, list[float]]:
     """Trains all variants with all seeds; returns their losses by label."""
+    digests = {label: digest_of(script) for label, script in scripts.items()}
     done = read_results(args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     wanted = None
@@ -319,8 +333,7 @@ def train_all(
 
     def name_of(seed: int, label: str, settings: list[str]) -> tuple:
         """Returns what makes a run: another PyTorch or CPU rounds in another way."""
-        digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
-        run = digest, args.preset, " ".join(settings), seed
+        run = digests[label], args.preset, " ".join(settings), seed
         on = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
         if torch.cpu._is_amx_tile_supported():
             on += ", AMX"
@@ -331,6 +344,7 @@ def train_all(
         name = name_of(seed, label, settings)
         if name not in done:
             result = train(scripts[label], args.preset, settings, seed)
+            require_unchanged(scripts[label], digests[label])
             row = json.dumps(dict(zip(("run", "data", "on"), name), label=label) | result)
             with open(args.out, "a+") as file:
                 file.seek(0)

@@ -97,7 +97,7 @@ STEEP = 0.1  # of the steps: the first, whose losses may lie above the picture
 # a log is source and training lines.
 # ============================================================================================================
 
-TERMINAL_CODES = re.compile(rb"\x1b(?:\[[ -?]*[@-~]|\][^\x07\n]*\x07|[ -/]*[0-~])")
+TERMINAL_CODES = re.compile(rb"\x1b(?:\[[ -?]*[@-~]|\][^\x07\n\x1b]*\x07|[ -/]*[0-~])")
 # Where a line begins on the screen, also within a line of the file: after a carriage return, as progress bars
 # print, after a date or a time, after a launcher's [default0]: or [rank0]:, and with what a run's verdict
 # depends on, whatever a program put before it.
@@ -1482,21 +1482,24 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
     listed = listed_runs()
     folders = set(listed)  # also those that are missing, which is an error
     for track in tracks.TRACKS:
-        folders.update(HERE.glob(f"{track}/{DATED}"))
+        folders.update(path for path in HERE.glob(f"{track}/{DATED}") if path.is_dir())
     records = []
     refused = []
     # Listed ones first, so that of a record and its copy the copy is refused, whatever its date is.
     for folder in sorted(folders, key=lambda folder: (folder not in listed, folder)):
         groups, unreadable = read_groups(with_baseline(folder), None)
-        errors += unreadable
         record = Record(folder, groups)
-        count = len(record.group.counted)
-        before = listed.get(folder, 0)
-        if count < before and not unreadable:
-            errors.append(f"{folder}: {count} of its {before} listed runs count: restore the other logs")
         reason = ""
-        if folder not in listed:
-            reason = refuse(record, records)
+        if folder in listed:
+            errors += unreadable
+            count = len(record.group.counted)
+            before = listed[folder]
+            if count < before and not unreadable:
+                errors.append(f"{folder}: {count} of its {before} listed runs count: restore the other logs")
+            elif count > before:
+                errors.append(f"{folder}: {count} runs count, and {before} are listed: move the others away")
+        else:
+            reason = "; ".join(unreadable) or refuse(record, records)
         if reason:
             refused.append(f"{folder}: not listed, because {reason}")
         else:
@@ -1513,8 +1516,9 @@ def with_baseline(folder: Path) -> list[str]:
 def refuse(record: Record, others: list[Record]) -> str:
     """Returns why a new folder holds no record beside the others, "" if it holds one."""
     for other in others:
-        if any(shared(record.group, group) for group in other.groups):
-            return f"runs of it are in {other.folder}, too: make new runs, or remove the copies"
+        for mine in record.groups:
+            if any(shared(mine, group) for group in other.groups):
+                return f"runs of it are in {other.folder}, too: make new runs, or remove the copies"
     if record.group.distinct(WITHIN["tracks"]) not in ([], [record.track]):
         return f"its runs are not of the track `{record.track}`"
     if len(record.groups) == 1:

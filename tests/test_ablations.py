@@ -34,6 +34,8 @@ def trained(tmp_path, monkeypatch):
         loss = 2.0 - seed
         if "x=2" in settings:
             loss -= 0.25
+        if "x=edit" in settings:
+            script.write_text("two")
         if "x=nan" in settings:
             loss = math.nan
         return {"loss": loss, "log": "a.txt"}
@@ -219,6 +221,11 @@ def test_the_baseline_also_runs_with_fewer_steps(trained, monkeypatch, capsys):
     trained.clear()
     ablate("x=1 --seeds 2 --set length=0.5 --losses-only --out other.jsonl")
     assert [run[2] for run in trained] == 2 * ["length=0.5", "length=0.5 x=1"]
+
+
+def test_a_script_that_is_edited_meanwhile_is_refused(trained):
+    with pytest.raises(SystemExit, match="script.py was edited while it ran"):
+        ablate("x=edit --seeds 3")
 
 
 def test_losses_of_another_validation_are_refused(trained, monkeypatch):

@@ -794,7 +794,7 @@ def records(tmp_path, monkeypatch):
     commits = "12ab (clean)", "56cd (modified)", "78ef (??)"
     write(folder / NEXT, *map(cpu_log, [1.06, 1.061, 1.062], [90, 92, 91], commits))
     (folder / NEXT / "README.md").write_text("# Next, which is faster\n")
-    write(folder / NEXT / "baseline", *map(cpu_log, [1.06, 1.061, 1.062], [100, 101, 101.5]))
+    write(folder / NEXT / "baseline", *map(cpu_log, [1.06, 1.061, 1.062], [100.1, 101, 101.4]))
     write_referee(folder / NEXT, preset="cpu")
     # First is listed, from times when nothing was asked.
     listed = f"<!-- records -->\n| 2026-01-02 | [First]({FIRST}) | 2 |\n<!-- /records -->\n"
@@ -876,6 +876,10 @@ def test_a_copy_of_a_listed_record_is_refused_though_its_date_is_earlier(records
 LOST = {  # what happens to a listed record's folder, and what --update says
     "a run": (lambda folder: (folder / "0.txt").unlink(), "1 of its 2 listed runs count"),
     "all": (shutil.rmtree, "no such file or folder"),
+    "another's among them": (
+        lambda folder: shutil.copy(folder.with_name("2026-01-03_Next") / "0.txt", folder / "9.txt"),
+        "3 runs count, and 2 are listed",
+    ),
 }
 
 

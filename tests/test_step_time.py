@@ -59,16 +59,12 @@ def run_step_time(tmp_path, monkeypatch, capsys):
 def test_output(run_step_time):
     """Runs before and after the untie step, in both setups, with two variants."""
     out = run_step_time("0,2", "--against", "main_grad=false head_chunk=7")
-    ceiling = float(out.split("matmul ceiling: ")[1].split()[0]) * 1e12
     lines = [line.split() for line in out.splitlines() if line.startswith(("base ", "A "))]
     assert [(line[0], len(line)) for line in lines] == [("base", 12), ("A", 14)] * 4
     stages = tg.with_settings(tg.CPU, SETTINGS).stages
     whole = [stages[0].batch_tokens, stages[2].batch_tokens]
     assert [int(line[1]) for line in lines[::4]] == whole
     assert [8 * int(line[1]) for line in lines[3::4]] == whole
-    for line in lines:
-        rate, mflop, mfu = map(float, line[7:10])
-        assert mfu == pytest.approx(rate * mflop * 1e6 / ceiling, rel=0.01, abs=1e-4)
 
 
 def test_exponents_by_hand():
