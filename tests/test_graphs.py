@@ -156,8 +156,8 @@ def test_a_resumed_run_replays_its_own_graphs(cfg, variant, stand_ins):
     assert parameters_after == parameters
 
 
-def forget_written(patch):
-    patch.setattr(tg.Optimizer, "written", lambda self: ())
+def forget_to_accumulate(patch):
+    patch.setattr(tg.Optimizer, "accumulates", lambda self: ())
 
 
 def add_a_number_of_the_host(patch):
@@ -194,7 +194,7 @@ def make_signs_anew(patch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutate", [forget_written, add_a_number_of_the_host, make_inputs_anew, make_signs_anew]
+    "mutate", [forget_to_accumulate, add_a_number_of_the_host, make_inputs_anew, make_signs_anew]
 )
 def test_what_a_graph_cannot_see_is_found(cfg, mutate, stand_ins):
     """Checks that the tests above can fail: runs differ, or graphs are captured on the clock or never."""
