@@ -501,7 +501,7 @@ ALIKE: dict[str, Value] = {
     "data": lambda r: r.header.data and r.header.data.split()[0],
     "targets": lambda r: r.target,
     # Logs of earlier scripts have no such setting.
-    "MLPs' dtype, which AMX changes": lambda r: r.header.amx if r.header.config.get("bf16_mlp") else None,
+    "MLPs' dtype, which AMX changes": lambda r: r.header.config.get("bf16_mlp") and r.header.amx,
     **OF_LOSS,
 }
 WITHIN: dict[str, Value] = ALIKE | {  # what should be equal in a group, too
@@ -1438,8 +1438,11 @@ def flatten(config, name: str = "") -> list[str]:
         items = list(config.items())
     elif isinstance(config, list) and config:
         items = []
-        for i, row in enumerate(config):  # rows with a name by that, as --set has them
-            items.append((row.get("name", i) if isinstance(row, dict) else i, row))
+        for i, row in enumerate(config):
+            name_of_row = i
+            if isinstance(row, dict):
+                name_of_row = row.get("name", i)  # as --set has them
+            items.append((name_of_row, row))
     else:
         return [f"{name}: {json.dumps(config)}"]
     lines = []
@@ -1482,7 +1485,7 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
     listed = listed_runs()
     folders = set(listed)  # also those that are missing, which is an error
     for track in tracks.TRACKS:
-        folders.update(path for path in HERE.glob(f"{track}/{DATED}") if path.is_dir())
+        folders.update(filter(Path.is_dir, HERE.glob(f"{track}/{DATED}")))
     records = []
     refused = []
     # Listed ones first, so that of a record and its copy the copy is refused, whatever its date is.
