@@ -323,7 +323,9 @@ def train_all(
     done = read_results(args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     wanted = None
-    for label, settings, _ in variants if has_check(args.script) else ():
+    for label, settings, _ in variants:
+        if not has_check(args.script):
+            break
         settings = args.common + settings
         start(scripts[label], args.preset, settings, "--check", "1")  # before any run
         found = what_losses_are_of(scripts[label], args.preset, settings)
