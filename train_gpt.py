@@ -27,15 +27,16 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
     8  Operations   in plain torch, some with Triton kernels: norm, sums, rotary embedding, attention, FP8,
                     squared ReLU, loss, copy pointer, rows of tables; CUDA graphs; a run's backend
     9  Optimizer    scatter, work and gather of all that is updated, in explicit orders
-    10 Parameters   the objects that are updated: their gradients, updates and averages; n-gram memory
-    11 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
-    12 Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
-    13 Data         shards, prefixes of tokens, micro-batches that begin with a document, hashes, touched
-                    rows, batches that a thread builds ahead
-    14 Command line --set name=value, options
-    15 Checks       what settings must satisfy
-    16 Saving       saved models, checkpoints, what must be the same to resume a run
-    17 Run          processes, clock, log; warm-up; train(), the timed loop; run() is the whole story
+    10 Parameters   the objects that are updated: their gradients, updates and averages
+    11 N-grams      from tokens to rows of a table; the table, its exchange, its update rule
+    12 Update rules Adam and ANVIL, on one block
+    13 Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
+    14 Data         shards, prefixes of tokens, micro-batches that begin with a document, touched rows,
+                    batches that a thread builds ahead
+    15 Command line --set name=value, options
+    16 Checks       what settings must satisfy
+    17 Saving       saved models, checkpoints, what must be the same to resume a run
+    18 Run          processes, clock, log; warm-up; train(), the timed loop; run() is the whole story
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
@@ -48,7 +49,7 @@ The stream is the residual stream. x0 is the tokens' embeddings, smeared and nor
 layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
 that it updates. The touched rows of a table are those that batches have looked up since its last update.
 After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
-optimizer of the banks, a descendant of Muon (section 11). MUDD (section 6) mixes earlier streams in, with
+optimizer of the banks, a descendant of Muon (section 12). MUDD (section 6) mixes earlier streams in, with
 weights that small MLPs compute for each token. Up to the untie step the token embedding embed
 is the transpose of lm_head.
 """
@@ -223,7 +224,7 @@ SOFTCAP = Softcap()
 class ParamSpec:
     """Says how a parameter is trained: a row of PARAMS.
 
-    Its shape and its initial value are a line of param_table().
+    Its shape and its initial value are a line of param_inits().
     """
 
     name: str
@@ -259,16 +260,16 @@ class ParamSpec:
 
 
 # fmt: off
-Bank = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
+bank_spec = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
 # Gradients are exchanged in the order of these rows, but the n-grams' come first, and the small parameters'
 # last. Names are record 92's, where it has the parameter, and most numbers are.
 PARAMS = (
     #     name              lr_mul wd_mul kind     rows_by        exchange
-    Bank("qk_bank"),
-    Bank("narrow_qk_bank"),
-    Bank("vo_bank"),
-    Bank("mlp_bank", matrix_lr_mul=(1.0, 2.0)),  # of fc and proj
+    bank_spec("qk_bank"),
+    bank_spec("narrow_qk_bank"),
+    bank_spec("vo_bank"),
+    bank_spec("mlp_bank", matrix_lr_mul=(1.0, 2.0)),  # of fc and proj
     # ve_gate_bank and pointer_bank are stacks of matrices, too, but small: their kind is not "bank".
     ParamSpec("scalars",          5.00,   0, dtype="float32"),
     ParamSpec("smear_gate",       0.01,   0),
@@ -353,7 +354,7 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
-    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 13):
+    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 11):
     # the word so far; the byte above the next one, in the line before; what followed the same tokens before.
     # The first two are for bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
@@ -393,8 +394,8 @@ class Config:
 
     A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
     ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
-    used; the main ones are GATE_DIM, MUDD_SCALE, the initial values of param_table(), gate_table() and
-    MUDD_OUTPUTS, and the numbers of rotary_family() in section 6, FP8_* in 8, ANVIL_MAPS in 11, and
+    used; the main ones are GATE_DIM, MUDD_SCALE, the initial values of param_inits(), gate_table() and
+    MUDD_OUTPUTS, and the numbers of rotary_family() in section 6, FP8_* in 8, ANVIL_MAPS in 12, and
     untie_step() in 3.
     """
 
@@ -479,7 +480,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ---- ANVIL, for the banks (section 11). Only this rule reads the following, down to slow_rate.
+    # ---- ANVIL, for the banks (section 12). Only this rule reads the following, down to slow_rate.
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -668,7 +669,7 @@ WORDS = replace(
     bank_lr=0.018,
 )
 
-# A new preset goes here. PRESETS (section 14) has them by name, each rescaled by its `length`.
+# A new preset goes here. PRESETS (section 15) has them by name, each rescaled by its `length`.
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
@@ -1054,7 +1055,7 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some documents, one after the other: what one forward and backward takes. In section 13 it is made on
+    """Some documents, one after the other: what one forward and backward takes. In section 14 it is made on
     the host.
     """
 
@@ -1089,7 +1090,7 @@ def train_step(
     plan = batch.plan
     count = len(batch.micro_batches)
     model.use_rotary(plan.stage)
-    optimizer.begin(batch)
+    optimizer.begin_batch(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
     fp8_weights = None
     if model.fp8_mlps:
@@ -1216,7 +1217,7 @@ def validate(
 #   x = resid_mlp * x + post_mlp * mlp(x)
 #
 # GPT.scalars has two numbers for each layer, then those of the smear and of the skip. Another one is a field
-# here, a flag in used_scalars(), a column of a parameter in param_table(), the same column in
+# here, a flag in used_scalars(), a column of a parameter in param_inits(), the same column in
 # layer_scalars(), and its use.
 LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
 
@@ -1315,8 +1316,8 @@ MUDD_OUTPUTS = {
 }
 
 
-def head_streams(cfg: Config) -> dict[str, float]:
-    """Returns the streams that final_norm adds before the head, by the names that GPT.trunk saves them under,
+def head_stream_biases(cfg: Config) -> dict[str, float]:
+    """Returns the streams that head_input adds before the head, by the names that GPT.trunk saves them under,
     each with the initial bias of its weight, divided by MUDD_SCALE.
     """
     tables = sum(layer.value for layer in cfg.layers if layer.attention)
@@ -1333,7 +1334,7 @@ def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     for biases, table in zip(gates, gate_table(cfg)):
         for gate in table:
             biases.extend(gate.columns * [gate.bias])
-    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_streams(cfg).values())), "mudd_gate": gates}
+    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_stream_biases(cfg).values())), "mudd_gate": gates}
 
 
 # Draws an initial value of this shape, on the CPU.
@@ -1371,7 +1372,7 @@ def zero_second_of_pairs(draw_all: Draw) -> Draw:
     return draw
 
 
-def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
+def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
 
     One with a size of 0 is of a technique that is off: it does not exist.
@@ -1390,7 +1391,7 @@ def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
     # The mix before the head weighs each stream as a whole and by groups of its channels.
     biases = small_mlp_biases(cfg)
-    streams = len(head_streams(cfg))
+    streams = len(head_stream_biases(cfg))
     mudd_biases = max(len(MUDD_OUTPUTS), streams)
     mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
     mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
@@ -1433,10 +1434,10 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
 
     Banks are padded, so that each of `world_size` ranks owns equally many matrices.
     """
-    table = param_table(cfg)
+    table = param_inits(cfg)
     names = {spec.name for spec in PARAMS}
-    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_table()")
-    require(names == table.keys(), f"param_table() has {table.keys() - names}: give each a row of PARAMS")
+    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_inits()")
+    require(names == table.keys(), f"param_inits() has {table.keys() - names}: give each a row of PARAMS")
     shapes = {}
     for spec in cfg.params:
         shape, _ = table[spec.name]
@@ -1454,7 +1455,7 @@ def used_params(cfg: Config) -> list[ParamSpec]:
 
 def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
     """Returns a parameter's initial value, drawn on the CPU and without padding."""
-    shape, draw = param_table(cfg)[name]
+    shape, draw = param_inits(cfg)[name]
     return draw(shape, seeded(name, seed))
 
 
@@ -1470,17 +1471,17 @@ class RotaryFamily(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    fc: Weight  # (F, d)
-    proj: Weight  # (F, d)
+    fc: BankWeight  # (F, d)
+    proj: BankWeight  # (F, d)
     fp8: FP8MLP | None  # both in FP8, if the MLP runs in FP8
 
 
 class LayerWeights(NamedTuple):
     """What one layer computes with. None: the layer does not use it."""
 
-    qk: Weight | None  # (2 H Dq, d): queries and keys
-    v: Weight | None  # (H Dv, d)
-    out: Weight | None  # (d, H Dv)
+    qk: BankWeight | None  # (2 H Dq, d): queries and keys
+    v: BankWeight | None  # (H Dv, d)
+    out: BankWeight | None  # (d, H Dv)
     # (T, d), added to the values: the tokens' value embeddings, or what mudd_connections() makes of them
     value_embed: Tensor | None
     ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
@@ -1516,7 +1517,7 @@ class GPT(nn.Module):
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.gate_table = gate_table(cfg)
         self.small_mlp_biases = small_mlp_biases(cfg)
-        self.head_streams = head_streams(cfg)
+        self.head_streams = list(head_stream_biases(cfg))
         self.register_parameters(world_size)
         self.register_constants()
         self.fp8_mlps = None
@@ -1617,7 +1618,7 @@ class GPT(nn.Module):
         looked_up: dict[str, Tensor],
         micro_batch: MicroBatch,
         windows: dict[str, int],
-        banks: dict[str, Weight] | None = None,
+        banks: dict[str, BankWeight] | None = None,
         fp8_weights: FP8MLP | None = None,
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
@@ -1627,7 +1628,7 @@ class GPT(nn.Module):
         FP8.
         """
         if banks is None:
-            banks = {name: Weight(getattr(self, name)) for name in self.bank_names}
+            banks = {name: BankWeight(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
         return self.trunk(looked_up, sequence, windows, banks, fp8_weights)
 
@@ -1640,7 +1641,7 @@ class GPT(nn.Module):
     #   layers 6, 7     the same, of x and a gated share of "skip"; then x is "backout"
     #   layers 8, 9     attention of norm("backout"), MLP of norm(x)
     #   layer 10        the same; MUDD adds "first" and "backout" to x and to the values, then "ngram" to x
-    #   the head        norm(x + each token's weights times head_streams())
+    #   the head        norm(x + each token's weights times self.head_streams)
 
     @compiled
     def trunk(  # compiler_of() names some of its arguments
@@ -1648,7 +1649,7 @@ class GPT(nn.Module):
         looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
         windows: dict[str, int],
-        banks: dict[str, Weight],
+        banks: dict[str, BankWeight],
         fp8_weights: FP8MLP | None,
     ) -> Tensor:
         """Runs all layers, as forward() says. Compiled, it is one graph, and its backward is another.
@@ -1718,10 +1719,10 @@ class GPT(nn.Module):
                 streams["backout"] = x
                 streams["normed backout"] = norm(x)
         head_streams = [streams[name] for name in self.head_streams]
-        return final_norm(x, self.small_mlp("mudd", TO_HEAD, x), head_streams)
+        return head_input(x, self.small_mlp("mudd", TO_HEAD, x), head_streams)
 
     def layer_weights(
-        self, banks: dict[str, Weight], value_embeds: Sequence[Tensor], fp8_weights: FP8MLP | None, T: int
+        self, banks: dict[str, BankWeight], value_embeds: Sequence[Tensor], fp8_weights: FP8MLP | None, T: int
     ) -> list[LayerWeights]:
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
@@ -2111,7 +2112,7 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
 
 
-def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
+def head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
 
     weights (n + n * groups, T or 1): one for each stream; then for each stream one for each group of
@@ -2185,7 +2186,7 @@ torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LI
 write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
 
 
-class Weight(NamedTuple):
+class BankWeight(NamedTuple):
     """A matrix of a bank; or, until split(), the whole bank, which has one axis more."""
 
     w: Tensor  # (rows, cols)
@@ -2194,14 +2195,14 @@ class Weight(NamedTuple):
     main_grad: Tensor | None = None
     accumulate: Tensor | None = None  # DenseParam.accumulate
 
-    def split(self, rows: int) -> Iterator[Weight]:
+    def split(self, rows: int) -> Iterator[BankWeight]:
         """Returns a bank's matrices, of so many rows each, in their order."""
         # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
         # gradient as large as the bank.
         parts = self.w.flatten(0, -2).split(rows)
         whole = self.main_grad
         main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
-        return map(partial(Weight, accumulate=self.accumulate), parts, main_grads)
+        return map(partial(BankWeight, accumulate=self.accumulate), parts, main_grads)
 
     def deliver_grad(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
@@ -2213,7 +2214,7 @@ class Weight(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """Computes linear(). The matrix w is an argument beside its Weight: autograd sees only tensors."""
+    """Computes linear(). The matrix w is an argument beside its BankWeight: autograd sees only tensors."""
 
     @staticmethod
     def forward(ctx, x, weight, w, transposed):
@@ -2229,7 +2230,7 @@ class Linear(torch.autograd.Function):
         return dy @ w, None, ctx.weight.deliver_grad(dy, x), None
 
 
-def linear(x: Tensor, weight: Weight, transposed: bool = False) -> Tensor:
+def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
     """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank; transposed: x w, for x (T, rows)."""
     return Linear.apply(x, weight, weight.w, transposed)
 
@@ -2285,7 +2286,7 @@ class MLP(torch.autograd.Function):
 def use_eager_form(x: Tensor) -> bool:
     """True if x is fp32 or fp64, in code that is not compiled. There norm, mix and rotate have a second form,
     which passes over memory less often, and is equal up to rounding. An edit of one form needs the same edit
-    of the other. Compiled code has Norm, too, in final_norm(), and Mix, for each term of mix().
+    of the other. Compiled code has Norm, too, in head_input(), and Mix, for each term of mix().
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -3565,7 +3566,7 @@ def triton_segment_sum_rows(
 
 
 @compiled
-def transpose_copy(out: Tensor, x: Tensor) -> None:
+def write_transpose(out: Tensor, x: Tensor) -> None:
     """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
     if x.element_size() == 1:
         out, x = out.view(torch.uint8), x.view(torch.uint8)
@@ -3574,7 +3575,7 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
 
 def transposed_copy(x: Tensor) -> Tensor:
     """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    transpose_copy(out := x.new_empty(x.T.shape), x)
+    write_transpose(out := x.new_empty(x.T.shape), x)
     return out
 
 
@@ -3749,12 +3750,12 @@ class Optimizer:
         self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
             self.trainables = {"ngrams": self.ngrams} | self.trainables
-        self.batch: Batch | None = None  # the one that begin() got last
+        self.batch: Batch | None = None  # the one that begin_batch() got last
         self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
         self.last_plan: StepPlan | None = None  # of the step before, whose averages have not ticked yet
 
     @torch.no_grad()
-    def begin(self, batch: Batch | None) -> None:
+    def begin_batch(self, batch: Batch | None) -> None:
         """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. The step before
         does this already if it has updated the n-grams. None: there is no batch any more.
         """
@@ -3775,7 +3776,7 @@ class Optimizer:
             table = self.trainables[name]
             self.exchange.segment_sum_rows(table.main_grad, grads, segments[table.rows_by], signs)
 
-    def banks(self) -> dict[str, Weight]:
+    def banks(self) -> dict[str, BankWeight]:
         """Returns the banks, by name, as matrix products take them."""
         return {name: param.weight() for name, param in self.params.items() if param.spec.kind == "bank"}
 
@@ -3796,7 +3797,9 @@ class Optimizer:
         """
         assert not any(trainable.in_flight for trainable in self.trainables.values())
         head, embed = self.params.get("lm_head"), self.params.get("embed")
-        for table in self.params.values():  # begin() below replaces self.routes by those of the next batch
+        for (
+            table
+        ) in self.params.values():  # begin_batch() below replaces self.routes by those of the next batch
             if isinstance(table, TableParam):
                 table.routes = self.routes.get(table.name)
         due = [trainable for trainable in self.trainables.values() if trainable.is_due(plan)]
@@ -3821,7 +3824,7 @@ class Optimizer:
                     trainable.update(grad, plan)
                 trainable.clear()
                 if trainable is self.ngrams:
-                    self.begin(next_batch())
+                    self.begin_batch(next_batch())
                 else:
                     trainable.gather()
                 if plan.tied and trainable is head:
@@ -3857,7 +3860,7 @@ class Optimizer:
         for param in self.params.values():
             param.apply_averages()
         if untie_step(self.cfg) >= self.cfg.steps:  # still tied
-            transpose_copy(self.params["embed"].p, self.params["lm_head"].p)
+            write_transpose(self.params["embed"].p, self.params["lm_head"].p)
 
     @torch.no_grad()
     def drop_grads(self) -> None:
@@ -3876,8 +3879,8 @@ class Optimizer:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       add_product of lm_head, Weight.deliver_grad     Optimizer.add_rows
-#                   of banks, autograd of small ones; then
+#    backward       LMHead.add_product, BankWeight's            Optimizer.add_rows
+#                   deliver_grad, autograd of small ones; then
 #                   end_backward; then add_rows of tables
 #    scatter        scatter: the mean over ranks begins         scatter
 #    work           update, by the mean; clear: a new sum       update; clear
@@ -3969,7 +3972,7 @@ class ShardedParam(Trainable):
 
     def scatter(self) -> Pending:
         """Starts the mean of the gradient over ranks. Each gets that of its block."""
-        return self.exchange.reduce(self.name, self.grad(), self.spec.reduction == "fp32")
+        return self.exchange.reduce_scatter(self.name, self.grad(), self.spec.reduction == "fp32")
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the block by its mean gradient."""
@@ -3978,7 +3981,7 @@ class ShardedParam(Trainable):
     def gather(self) -> None:
         """Starts to complete the parameter from the ranks' blocks."""
         with traced(f"gather {self.name}"):
-            self.in_flight = self.exchange.gather(self.name, self.p.detach())
+            self.in_flight = self.exchange.all_gather(self.name, self.p.detach())
 
     def tick(self, rates: tuple[float, ...]) -> None:
         """Moves averages towards the block, by StepPlan.average_rates. Here and in apply_averages a bf16
@@ -4061,10 +4064,10 @@ class DenseParam(ShardedParam):
         p.requires_grad_(by_autograd)
         self.accumulate = torch.tensor(False)
 
-    def weight(self) -> Weight:
+    def weight(self) -> BankWeight:
         """Returns the parameter as matrix products take it."""
         w = self.p if self.main_grad is None else self.p.detach()
-        return Weight(w, self.main_grad, self.accumulate)
+        return BankWeight(w, self.main_grad, self.accumulate)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward: what follows is added to its gradient."""
@@ -4144,7 +4147,7 @@ class LMHead(DenseParam):
 
     def copy_to(self, embed: TableParam) -> None:
         """Lets embed.wait() wait for this parameter's gather, and then write its transpose to embed."""
-        embed.in_flight = self.in_flight._replace(finish=partial(transpose_copy, embed.p))
+        embed.in_flight = self.in_flight._replace(finish=partial(write_transpose, embed.p))
 
     def untie(self, embed: TableParam) -> None:
         """Lets embed train on its own, from this parameter's state, transposed and resharded."""
@@ -4152,37 +4155,103 @@ class LMHead(DenseParam):
             if value.dim():
                 whole = torch.empty_like(self.p, dtype=value.dtype)
                 self.exchange.block(whole).copy_(value)
-                whole = self.exchange.gather(f"{self.name}.{key}", whole).wait()
+                whole = self.exchange.all_gather(f"{self.name}.{key}", whole).wait()
                 value = self.exchange.block(whole.T)
             embed.state[key].copy_(value)
 
 
-# N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated after
-# every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that these steps
-# read are fetched once, before the first of them, and their gradients return once, after the last:
+# By ParamSpec.kind; small parameters are packed.
+PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "table": TableParam}
+
+
+# ============================================================================================================
+# 11  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
+#
+# It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
+# rows that these steps read are fetched once, before the first of them, and their gradients return once,
+# after the last:
 #
 # 1. While earlier steps train, the thread that builds batches hashes n-grams to rows (hash_ngrams), finds the
-#    distinct ones (make_segments), and tells their owners (route_ngrams). Row r is of rank r % world_size.
+#    distinct ones (make_segments), and tells their owners (route_interval).
 # 2. start_fetch: owners send these rows, which come to slots of `cache`.
 # 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_rows adds their
 #    gradients to main_grad, at the same slots.
 # 4. scatter, after the last of the steps: gradients go to the owners, which take their means in rank order.
-# 5. update: owners change their rows by row_adam's rule. Then 2 follows, for the next steps.
+# 5. update: owners change their rows by row_adam. Then 2 follows, for the next steps.
 #
-# No step takes time or memory in proportion to the table's rows. Sharded rows, and ids that are known
-# ahead, so that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe,
-# arXiv:2202.12429); tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366
-# and nanochat PR 854.
+# Sharded rows, and ids that are known ahead, so that no row is stale, are from recommenders (TorchRec,
+# arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in language models from
+# modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+# ============================================================================================================
+
+# ---- From tokens to rows -----------------------------------------------------------------------------------
+
+HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
-def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    ranges = cfg.ngrams.rows_per_token
-    rows = cfg.ngrams.rows_per_order
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
-    touched = ranges * min(max(cfg.ngrams.update_every) * tokens, rows)
-    block = math.ceil(ranges * rows / world_size)
-    return touched, block
+def hash_ngrams(
+    tokens: np.ndarray, ngrams: Ngrams, sign_rows: int, bos_id: int
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for T tokens.
+
+    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each of the K
+    orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole n-gram:
+    they share the range's last row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3
+    (Appleby 2011), in uint32, which wraps. N-grams cross document starts: masking them was slower and no
+    better.
+    """
+    T = len(tokens)
+    ids = tokens.astype(np.uint32)
+    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
+    h = np.empty((ngrams.rows_per_token, T), np.uint32)
+    for n in range(1, max(ngrams.orders) + 1):
+        polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
+        polynomial *= HASH_MULTIPLIER
+        if n in ngrams.orders:
+            h[ngrams.orders.index(n)] = polynomial
+    for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
+        h[i] = CONTEXTS[context](ids, bos_id)
+    sign_ids = None
+    if sign_rows:
+        upper = h * 0x27D4EB2F >> 16  # another odd factor
+        sign_ids = int32(upper * sign_rows >> 16)
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    h ^= h >> 16
+    modulus = ngrams.rows_per_order - 1  # all rows of a range but the last
+    h -= h // modulus * modulus  # NumPy's % is not vectorized
+    for i, n in enumerate(ngrams.orders):
+        h[i, : n - 1] = modulus
+    h += np.arange(len(h), dtype=np.uint32)[:, None] * ngrams.rows_per_order
+    return int32(h), sign_ids
+
+
+# ---- Routes and slots --------------------------------------------------------------------------------------
+
+
+def route_interval(exchange: Exchange, batches: list[Batch]) -> list[Batch]:
+    """Routes the rows of n-grams that batches from one update to the next read. Returns these batches: the
+    first has the routes, and all micro-batches have their slots.
+    """
+    distinct_rows = []  # of each micro-batch
+    for batch in batches:
+        for unpacked in batch.micro_batches:
+            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
+    merged = make_segments(torch.cat(distinct_rows))
+    routes, slots = route_ngrams(exchange, merged.ids.numpy())
+    # The slots of all of distinct_rows, in their order.
+    slots = list_ids(merged._replace(ids=slots), (-1,))
+    remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
+    routed = []
+    for batch in batches:
+        with_slots = []
+        for unpacked in batch.micro_batches:
+            with_slots.append(assign_slots(unpacked, next(remaining)))
+        routed.append(batch._replace(micro_batches=with_slots))
+    routed[0].routes["ngrams"] = routes
+    return routed
 
 
 def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
@@ -4197,6 +4266,27 @@ def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tenso
     rows = rows[by_owner]
     routes = exchange.route_rows("ngrams", rows, owner[by_owner], rows // exchange.world_size)
     return routes, int32(slots)
+
+
+def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
+    segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
+    by_position = list_ids(segments, micro_batch.hashed_rows.shape)
+    segments_by_list = micro_batch.segments | {"hashed_rows": segments}
+    return micro_batch._replace(slots=by_position, segments=segments_by_list)
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
+
+
+def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
+    ranges = cfg.ngrams.rows_per_token
+    rows = cfg.ngrams.rows_per_order
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
+    touched = ranges * min(max(cfg.ngrams.update_every) * tokens, rows)
+    block = math.ceil(ranges * rows / world_size)
+    return touched, block
 
 
 class NgramTable(Trainable):
@@ -4238,7 +4328,7 @@ class NgramTable(Trainable):
         self.routes = routes
         own = self.block.index_select(0, routes.local_rows)
         out = self.cache[: len(routes.rows)]
-        self.in_flight = self.exchange.send_rows(
+        self.in_flight = self.exchange.all_to_all(
             "rows", self.name, own, routes.output_splits, routes.input_splits, out
         )
 
@@ -4269,7 +4359,7 @@ class NgramTable(Trainable):
         """
         routes, slots = route_ngrams(self.exchange, rows.cpu().numpy())
         own = self.block[routes.local_rows]
-        received = self.exchange.send_rows(
+        received = self.exchange.all_to_all(
             "rows outside training", self.name, own, routes.output_splits, routes.input_splits
         )
         return received.wait()[slots]
@@ -4289,12 +4379,164 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
         return NgramTable(cfg, exchange)
 
 
-# By ParamSpec.kind; small parameters are packed.
-PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "table": TableParam}
+# ---- Its update rule ---------------------------------------------------------------------------------------
+
+
+ROW_EPS = 1e-10
+
+
+def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
+    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
+    updates, and their time. A unit of time is as many steps as the first update interval has.
+    """
+    return {
+        "moments": table.new_zeros(len(table), dtype=dtype),
+        "last": table.new_zeros(len(table), dtype=torch.int32),
+        "clock": torch.zeros(2, dtype=torch.int32),
+    }
+
+
+def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
+    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
+
+        moment = beta2^(time - last) moment + (1 - update_beta2) mean(grad^2),  last = time
+        update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
+        row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
+
+    with update_beta2 = beta2^interval_ratio. Time passes with the steps, not with updates: of these the first
+    late one may come earlier than the late interval says.
+    The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
+    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
+    updates of the whole table, not of a row. So the first step of a row that is touched late is 1 / sqrt(1 -
+    update_beta2) times as long as one of a row that is always touched; that is meant (PR 360). Decay is
+    cautious, as in adam().
+    """
+    dtype = state["moments"].dtype
+    interval_ratio = plan.interval_ratio(ngrams.update_every)
+    count = state["clock"][0].item() + 1
+    now = (plan.step + 1) // ngrams.update_every[0]
+    state["clock"].copy_(torch.tensor([count, now]))
+    update_beta2 = ngrams.beta2**interval_ratio
+    lr = ngrams.lr * plan.lr_mul
+    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
+    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
+    update(
+        table,
+        state["moments"],
+        state["last"],
+        rows,
+        grads,
+        state["beta2_powers"],
+        time=host_scalar(now, torch.int32),
+        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
+        step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
+        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
+    )
+
+
+@compiled
+def row_adam_update(
+    table: Tensor,
+    moments: Tensor,
+    last: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    beta2_powers: Tensor,
+    time: Tensor,
+    one_minus_beta2: Tensor,
+    step_size: Tensor,
+    decay: Tensor,
+) -> None:
+    """Computes row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
+
+    beta2_powers[k] is beta2^k.
+    """
+    ids = rows.long()
+    new_moments = beta2_powers[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
+    moments.index_copy_(0, ids, new_moments)
+    last.index_copy_(0, ids, torch.zeros_like(rows) + time)
+    old = table[ids].to(grads.dtype)
+    update = step_size * grads / (new_moments.sqrt() + ROW_EPS)[:, None]
+    update += decay * old * (update * old > 0)
+    table.index_copy_(0, ids, (old - update).to(table.dtype))
+
+
+# ---- Contexts ----------------------------------------------------------------------------------------------
+
+# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
+# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
+
+WORD_BYTES = np.zeros(2**16, bool)
+WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
+WORD_BYTES[128:256] = True  # all of UTF-8's other characters
+NEWLINE = 10
+COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
+
+
+class SpanHash:
+    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
+
+    It is taken modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. It takes two of the running sums, whatever
+    the span's length.
+    """
+
+    def __init__(self, tokens: np.ndarray):
+        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
+        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
+        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
+        inverses[0] = 1
+        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
+
+    def __call__(self, first: np.ndarray) -> np.ndarray:
+        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
+        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
+
+
+def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers the word up to each token. All tokens outside words have one number."""
+    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
+    return SpanHash(tokens)(np.maximum.accumulate(first))
+
+
+def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
+    at = np.arange(len(tokens))
+    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
+    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
+    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
+    above = start_before + (at + 1 - line_start)
+    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
+    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
+    return (tokens + 1) * HASH_MULTIPLIER + above_token
+
+
+def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: the token to copy, and a length. 0: there is none.
+
+    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
+    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
+    """
+    at = np.arange(len(tokens))
+    starts = tokens == bos_id
+    document = np.cumsum(starts, dtype=np.uint32)
+    document_start = np.maximum.accumulate(np.where(starts, at, 0))
+    span_hash = SpanHash(tokens)
+    numbers = np.zeros_like(tokens)
+    for length in COPY_LENGTHS:
+        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
+        by_span = np.argsort(spans, kind="stable")
+        earlier, later = by_span[:-1], by_span[1:]
+        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
+        earlier, later = earlier[found], later[found]
+        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
+    return numbers
+
+
+CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
 
 
 # ============================================================================================================
-# 11  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
+# 12  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
 #     with NorMuon's scales, are in Config.bank_dtype. Another rule is init, update, and an entry of
 #     UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or a table it
 #     is some of the rows.
@@ -4603,85 +4845,6 @@ def apply_anvil(
         split_mantissa(new, p, mantissa)
 
 
-ROW_EPS = 1e-10
-
-
-def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
-    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
-    updates, and their time. A unit of time is as many steps as the first update interval has.
-    """
-    return {
-        "moments": table.new_zeros(len(table), dtype=dtype),
-        "last": table.new_zeros(len(table), dtype=torch.int32),
-        "clock": torch.zeros(2, dtype=torch.int32),
-    }
-
-
-def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
-    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
-
-        moment = beta2^(time - last) moment + (1 - update_beta2) mean(grad^2),  last = time
-        update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
-        row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
-
-    with update_beta2 = beta2^interval_ratio. Time passes with the steps, not with updates: of these the first
-    late one may come earlier than the late interval says.
-    The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
-    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
-    updates of the whole table, not of a row. So the first step of a row that is touched late is 1 / sqrt(1 -
-    update_beta2) times as long as one of a row that is always touched; that is meant (PR 360). Decay is
-    cautious, as in adam().
-    """
-    dtype = state["moments"].dtype
-    interval_ratio = plan.interval_ratio(ngrams.update_every)
-    count = state["clock"][0].item() + 1
-    now = (plan.step + 1) // ngrams.update_every[0]
-    state["clock"].copy_(torch.tensor([count, now]))
-    update_beta2 = ngrams.beta2**interval_ratio
-    lr = ngrams.lr * plan.lr_mul
-    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
-    update(
-        table,
-        state["moments"],
-        state["last"],
-        rows,
-        grads,
-        state["beta2_powers"],
-        time=host_scalar(now, torch.int32),
-        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
-        step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
-        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
-    )
-
-
-@compiled
-def row_adam_update(
-    table: Tensor,
-    moments: Tensor,
-    last: Tensor,
-    rows: Tensor,
-    grads: Tensor,
-    beta2_powers: Tensor,
-    time: Tensor,
-    one_minus_beta2: Tensor,
-    step_size: Tensor,
-    decay: Tensor,
-) -> None:
-    """Computes row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
-
-    beta2_powers[k] is beta2^k.
-    """
-    ids = rows.long()
-    new_moments = beta2_powers[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
-    moments.index_copy_(0, ids, new_moments)
-    last.index_copy_(0, ids, torch.zeros_like(rows) + time)
-    old = table[ids].to(grads.dtype)
-    update = step_size * grads / (new_moments.sqrt() + ROW_EPS)[:, None]
-    update += decay * old * (update * old > 0)
-    table.index_copy_(0, ids, (old - update).to(table.dtype))
-
-
 UPDATE_RULES = {
     "adam": UpdateRule(adam_init, adam, unused=("matrix_lr_mul",)),
     "anvil": UpdateRule(anvil_init, anvil, unused=("betas",), only_banks=True),
@@ -4689,7 +4852,7 @@ UPDATE_RULES = {
 
 
 # ============================================================================================================
-# 12  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
+# 13  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
 #    a collective returns a Pending, whose wait() returns its result.
 #
 #    How a table row's gradient travels, for example value_embeds':
@@ -4763,7 +4926,7 @@ class Exchange:
         """Returns this rank's block of t's first axis, a view."""
         return t.chunk(self.world_size)[self.rank]
 
-    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
+    def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
         """Averages `grad` over ranks; each gets its own block.
 
         NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
@@ -4791,12 +4954,12 @@ class Exchange:
         if self.world_size > 1:
             ones = [1] * self.world_size
             counts = torch.tensor(input_splits, device=self.device)
-            output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
-            arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
+            output_splits = self.all_to_all("counts", name, counts, ones, ones).wait().tolist()
+            arriving = self.all_to_all("row ids", name, arriving, input_splits, output_splits).wait()
         arriving = arriving.cpu()
         return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
 
-    def send_rows(
+    def all_to_all(
         self,
         what: str,
         name: str,
@@ -4824,10 +4987,12 @@ class Exchange:
             self.segment_sum_rows(out, arrived, routes.segments)
             return out.div_(self.world_size)
 
-        arriving = self.send_rows("gradient rows", name, row_grads, routes.input_splits, routes.output_splits)
+        arriving = self.all_to_all(
+            "gradient rows", name, row_grads, routes.input_splits, routes.output_splits
+        )
         return arriving._replace(finish=mean)
 
-    def gather(self, name: str, t: Tensor) -> Pending:
+    def all_gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has updated its own block, from all ranks."""
         if self.world_size == 1:
             return Pending(t)
@@ -4849,7 +5014,7 @@ class Exchange:
 
 
 # ============================================================================================================
-# 13  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
+# 14  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
 #     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
@@ -4994,120 +5159,6 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
     )
     document_starts = np.flatnonzero(tokens == cfg.bos_id)
     return Shard(tokens, np.append(document_starts, len(tokens)), {})
-
-
-HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
-
-
-def hash_ngrams(
-    tokens: np.ndarray, ngrams: Ngrams, sign_rows: int, bos_id: int
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for T tokens.
-
-    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each of the K
-    orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole n-gram:
-    they share the range's last row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3
-    (Appleby 2011), in uint32, which wraps. N-grams cross document starts: masking them was slower and no
-    better.
-    """
-    T = len(tokens)
-    ids = tokens.astype(np.uint32)
-    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
-    h = np.empty((ngrams.rows_per_token, T), np.uint32)
-    for n in range(1, max(ngrams.orders) + 1):
-        polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
-        polynomial *= HASH_MULTIPLIER
-        if n in ngrams.orders:
-            h[ngrams.orders.index(n)] = polynomial
-    for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
-        h[i] = CONTEXTS[context](ids, bos_id)
-    sign_ids = None
-    if sign_rows:
-        upper = h * 0x27D4EB2F >> 16  # another odd factor
-        sign_ids = int32(upper * sign_rows >> 16)
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    h ^= h >> 16
-    modulus = ngrams.rows_per_order - 1  # all rows of a range but the last
-    h -= h // modulus * modulus  # NumPy's % is not vectorized
-    for i, n in enumerate(ngrams.orders):
-        h[i, : n - 1] = modulus
-    h += np.arange(len(h), dtype=np.uint32)[:, None] * ngrams.rows_per_order
-    return int32(h), sign_ids
-
-
-# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
-# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
-
-WORD_BYTES = np.zeros(2**16, bool)
-WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
-WORD_BYTES[128:256] = True  # all of UTF-8's other characters
-NEWLINE = 10
-COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
-
-
-class SpanHash:
-    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
-
-    It is taken modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. It takes two of the running sums, whatever
-    the span's length.
-    """
-
-    def __init__(self, tokens: np.ndarray):
-        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
-        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
-        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
-        inverses[0] = 1
-        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
-
-    def __call__(self, first: np.ndarray) -> np.ndarray:
-        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
-        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
-
-
-def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers the word up to each token. All tokens outside words have one number."""
-    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
-    return SpanHash(tokens)(np.maximum.accumulate(first))
-
-
-def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
-    at = np.arange(len(tokens))
-    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
-    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
-    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
-    above = start_before + (at + 1 - line_start)
-    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
-    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
-    return (tokens + 1) * HASH_MULTIPLIER + above_token
-
-
-def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: the token to copy, and a length. 0: there is none.
-
-    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
-    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
-    """
-    at = np.arange(len(tokens))
-    starts = tokens == bos_id
-    document = np.cumsum(starts, dtype=np.uint32)
-    document_start = np.maximum.accumulate(np.where(starts, at, 0))
-    span_hash = SpanHash(tokens)
-    numbers = np.zeros_like(tokens)
-    for length in COPY_LENGTHS:
-        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
-        by_span = np.argsort(spans, kind="stable")
-        earlier, later = by_span[:-1], by_span[1:]
-        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
-        earlier, later = earlier[found], later[found]
-        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
-    return numbers
-
-
-CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
 
 
 def cu_seqlens_capacity(tokens: int) -> int:
@@ -5305,14 +5356,6 @@ class TrainLoader:
         return micro_batches
 
 
-def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
-    segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
-    by_position = list_ids(segments, micro_batch.hashed_rows.shape)
-    segments_by_list = micro_batch.segments | {"hashed_rows": segments}
-    return micro_batch._replace(slots=by_position, segments=segments_by_list)
-
-
 class Prefetcher:
     """Builds the planned steps' batches on a thread, some ahead of the one in use.
 
@@ -5400,7 +5443,7 @@ class Prefetcher:
     def _finish(self, interval_batches: list[Batch]) -> list[Batch]:
         """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
-            interval_batches = self._route_ngrams(interval_batches)
+            interval_batches = route_interval(self.exchange, interval_batches)
         finished = []
         for batch in interval_batches:
             packed = []
@@ -5409,26 +5452,6 @@ class Prefetcher:
                 packed.append(pack(unpacked._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
-
-    def _route_ngrams(self, batches: list[Batch]) -> list[Batch]:
-        """Routes the rows of n-grams that these batches read, and gives micro-batches their slots."""
-        distinct_rows = []  # of each micro-batch
-        for batch in batches:
-            for unpacked in batch.micro_batches:
-                distinct_rows.append(unpacked.segments["hashed_rows"].ids)
-        merged = make_segments(torch.cat(distinct_rows))
-        routes, slots = route_ngrams(self.exchange, merged.ids.numpy())
-        # The slots of all of distinct_rows, in their order.
-        slots = list_ids(merged._replace(ids=slots), (-1,))
-        remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
-        routed = []
-        for batch in batches:
-            with_slots = []
-            for unpacked in batch.micro_batches:
-                with_slots.append(assign_slots(unpacked, next(remaining)))
-            routed.append(batch._replace(micro_batches=with_slots))
-        routed[0].routes["ngrams"] = routes
-        return routed
 
 
 class ValLoader:
@@ -5449,7 +5472,7 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 14  Command line. --set name=value, and options.
+# 15  Command line. --set name=value, and options.
 # ============================================================================================================
 
 
@@ -5693,7 +5716,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 
 # ============================================================================================================
-# 15  Checks. What settings must satisfy.
+# 16  Checks. What settings must satisfy.
 # ============================================================================================================
 
 
@@ -5840,7 +5863,7 @@ def check_fp8(cfg: Config, count: int) -> None:
 
 
 # ============================================================================================================
-# 16  Saving. Comparing runs; saved models; checkpoints; what must be the same to resume a run.
+# 17  Saving. Comparing runs; saved models; checkpoints; what must be the same to resume a run.
 # ============================================================================================================
 
 
@@ -6072,7 +6095,7 @@ def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, 
 
 
 # ============================================================================================================
-# 17  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
+# 18  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
 # ============================================================================================================
 
 # How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its

@@ -242,12 +242,12 @@ class CountingExchange(SingleRankExchange):
         self.count("reduce_scatter", name, grad.nbytes)
         return super().reduce(name, grad, in_rank_order)
 
-    def send_rows(self, *args) -> tg.Pending:
+    def all_to_all(self, *args) -> tg.Pending:
         kind, name, rows, input_splits = args[:4]
         others = 1 - input_splits[self.rank] / max(1, len(rows))
         self.counts.add_collective(kind, name, round(others * rows.nbytes))
         with self.counts.paused():
-            return super().send_rows(*args)
+            return super().all_to_all(*args)
 
     def all_reduce(self, t: Tensor, op=torch.distributed.ReduceOp.SUM) -> tg.Pending:
         self.count("all_reduce", "", 2 * t.nbytes)

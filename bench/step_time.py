@@ -150,7 +150,7 @@ class SingleRankExchange(tg.Exchange):
         parts = part.new_empty((self.world_size,) + part.shape)
         return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
-    def send_rows(
+    def all_to_all(
         self,
         kind: str,
         name: str,

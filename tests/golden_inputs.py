@@ -321,9 +321,9 @@ class CountingExchange(tg.Exchange):
         self.bytes_sent[f"{kind} {name}"] += grad.nbytes * (self.world_size - 1) // self.world_size
         return super().reduce(name, grad, in_rank_order)
 
-    def send_rows(self, kind, name, rows, input_splits, output_splits, out=None):
+    def all_to_all(self, kind, name, rows, input_splits, output_splits, out=None):
         self.bytes_sent[f"{kind} {name}"] += rows.nbytes - rows.split(input_splits)[self.rank].nbytes
-        return super().send_rows(kind, name, rows, input_splits, output_splits, out)
+        return super().all_to_all(kind, name, rows, input_splits, output_splits, out)
 
     def gather(self, name, t):
         self.bytes_sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size

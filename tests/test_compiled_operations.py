@@ -147,7 +147,7 @@ def test_transpose_copy(device, dtype):
         numbers = torch.randint(0, 256, (n, m * dtype.itemsize), generator=generator(n)).byte()
         (x,) = on(device, numbers.view(dtype))
         out = nan_filled(m, n, dtype=dtype).to(device)
-        tg.transpose_copy(out, x)
+        tg.write_transpose(out, x)
         assert same_bits(out, x.T)
 
 

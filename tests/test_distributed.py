@@ -441,7 +441,7 @@ def first_gradients(rank, world_size, cfg):
         grad = param.main_grad
         if grad is None:
             grad = param.p.grad
-        found[name] = exchange.reduce(name, grad, in_rank_order=True).wait()
+        found[name] = exchange.reduce_scatter(name, grad, in_rank_order=True).wait()
     return found
 
 
@@ -483,7 +483,7 @@ def test_gathers_end_in_the_next_step(everything, monkeypatch):
 
     No gather is waited for in the step that starts it. The next step, or a validation, waits for all.
     """
-    monkeypatch.setattr(tg.Exchange, "gather", lambda self, name, t: tg.Pending(t, LateGather(t)))
+    monkeypatch.setattr(tg.Exchange, "all_gather", lambda self, name, t: tg.Pending(t, LateGather(t)))
 
     def check(model, optimizer):
         for param in optimizer.params.values():

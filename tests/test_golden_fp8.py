@@ -68,7 +68,7 @@ def mlps():
         mlp = tg.FP8MLP(weights[0], transposed[0], used[0], amax.zero_()[0])
         for t in (h, fc, proj):
             t.requires_grad_()
-        y = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, tg.TORCH_BACKEND, mlp)
+        y = tg.MLP.apply(h, (tg.BankWeight(fc), tg.BankWeight(proj)), fc, proj, tg.TORCH_BACKEND, mlp)
         y.backward(dy)
         results = {"y": y.detach(), "dproj": proj.grad, "dfc": fc.grad, "dh": h.grad}
         steps.append((mlp._replace(amax=amax[0].clone()), scales[0].clone(), (h, fc, proj, dy), results))

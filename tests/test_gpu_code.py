@@ -37,7 +37,7 @@ ALLOWED = {
     "cast_and_transpose_kernel.run",
 }
 # Functions that change a few rows, or all, of tables and main_grads: in place.
-IN_PLACE = {"gather_rows", "row_adam_update", "transpose_copy", "add_columns"}
+IN_PLACE = {"gather_rows", "row_adam_update", "write_transpose", "add_columns"}
 # Two steps of the record preset's first stage, of which 277 has Adam, and what rank 0 of 8 launches at most.
 MOST_LAUNCHES = {278: 619, 277: 650}
 

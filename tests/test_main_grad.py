@@ -38,11 +38,11 @@ OPERATIONS = {  # with one weight under test: how the script runs it, in plain t
         lambda x, w: x @ OTHER.T @ w,
     ),
     "fc": (
-        lambda x, weight: run_mlp(x, weight, tg.Weight(OTHER)),
+        lambda x, weight: run_mlp(x, weight, tg.BankWeight(OTHER)),
         lambda x, w: tg.relu_square(x, w) @ OTHER,
     ),
     "proj": (
-        lambda x, weight: run_mlp(x, tg.Weight(OTHER), weight),
+        lambda x, weight: run_mlp(x, tg.BankWeight(OTHER), weight),
         lambda x, w: tg.relu_square(x, OTHER) @ w,
     ),
 }
@@ -144,7 +144,7 @@ def test_mlp_in_bf16():
         fc_grad = torch.full_like(fc, math.nan)
         proj_grad = torch.full_like(proj, math.nan)
         for written in torch.tensor([False, True]):
-            weights = tg.Weight(fc, fc_grad, written), tg.Weight(proj, proj_grad, written)
+            weights = tg.BankWeight(fc, fc_grad, written), tg.BankWeight(proj, proj_grad, written)
             y = tg.MLP.apply(
                 h.to(dtype), weights, fc.to(dtype), proj.to(dtype), tg.TORCH_BACKEND, None
             ).float()

@@ -179,7 +179,7 @@ def test_no_segments():
 class ReturningExchange(tg.Exchange):
     """Sends everything back to this rank."""
 
-    def send_rows(self, kind, name, rows, input_splits, output_splits, out=None):
+    def all_to_all(self, kind, name, rows, input_splits, output_splits, out=None):
         return tg.Pending(rows)
 
 

@@ -50,7 +50,7 @@ def compare(rank, world_size, dtype):
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
             pending[name] = exchange.reduce_rows(name, grad[plan.rows], plan, means[name])
         for name in reversed(ROW_SHAPES):
-            want = exchange.reduce(name, grads[name], in_rank_order=True).wait()
+            want = exchange.reduce_scatter(name, grads[name], in_rank_order=True).wait()
             mean = pending[name].wait()
             assert mean.data_ptr() == means[name].data_ptr() and same_bits(mean, want), (i, name)
             mean.index_fill_(0, plans[ROW_SHAPES[name][0]].local_rows.long(), 0)  # as the optimizer does

@@ -23,12 +23,12 @@ def dense_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
     grad = every[exchange.rank]
     whole = every[0]
     wanted = exchange.block(mean)
-    yield f"reduce_scatter {name}", exchange.reduce("p", grad.clone()).wait(), wanted.to(every.dtype)
-    result = exchange.reduce("p", grad.clone(), in_rank_order=True).wait()
+    yield f"reduce_scatter {name}", exchange.reduce_scatter("p", grad.clone()).wait(), wanted.to(every.dtype)
+    result = exchange.reduce_scatter("p", grad.clone(), in_rank_order=True).wait()
     yield f"all_to_all {name}, summed in fp32", result.float(), wanted
     own = torch.full_like(whole, -1.0)
     exchange.block(own).copy_(exchange.block(whole))
-    yield f"gather {name}", exchange.gather("p", own).wait(), whole
+    yield f"gather {name}", exchange.all_gather("p", own).wait(), whole
 
 
 def calls_alone(exchange: tg.Exchange, grad: Tensor, name: str) -> Calls:
@@ -63,7 +63,7 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
         rows = grad[plan.rows]
         if case == "uneven":  # into a buffer, as n-grams are fetched
             out = grad.new_empty((sum(plan.output_splits), *grad.shape[1:]))
-            sent = exchange.send_rows("rows", "p", rows, plan.input_splits, plan.output_splits, out).wait()
+            sent = exchange.all_to_all("rows", "p", rows, plan.input_splits, plan.output_splits, out).wait()
             yield f"rows {name}, {case}", sent, every[senders, 2 * rank + owned]
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
         result = exchange.reduce_rows("p", rows, plan, torch.zeros_like(exchange.block(mean))).wait()
