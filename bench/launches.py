@@ -238,9 +238,9 @@ class CountingExchange(SingleRankExchange):
         """Counts a collective of so many bytes, of which this rank keeps its own share."""
         self.counts.add_collective(kind, name, nbytes * (self.world_size - 1) // self.world_size)
 
-    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
+    def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
         self.count("reduce_scatter", name, grad.nbytes)
-        return super().reduce(name, grad, in_rank_order)
+        return super().reduce_scatter(name, grad, in_rank_order)
 
     def all_to_all(self, *args) -> tg.Pending:
         kind, name, rows, input_splits = args[:4]
@@ -253,9 +253,9 @@ class CountingExchange(SingleRankExchange):
         self.count("all_reduce", "", 2 * t.nbytes)
         return super().all_reduce(t, op)
 
-    def gather(self, name: str, t: Tensor) -> tg.Pending:
+    def all_gather(self, name: str, t: Tensor) -> tg.Pending:
         self.count("all_gather", name, t.nbytes)
-        return super().gather(name, t)
+        return super().all_gather(name, t)
 
 
 class GeneratedCounts(Counts):

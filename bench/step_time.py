@@ -143,7 +143,7 @@ def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> floa
 class SingleRankExchange(tg.Exchange):
     """Exchanges as one rank of several, without the others: collectives return at once, with its own data."""
 
-    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
+    def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
         part = self.block(grad)
         if not in_rank_order:
             return tg.Pending(part)
@@ -177,7 +177,7 @@ class SingleRankExchange(tg.Exchange):
         out.split(output_splits)[self.rank].copy_(own)
         return tg.Pending(out)
 
-    def gather(self, name: str, t: Tensor) -> tg.Pending:
+    def all_gather(self, name: str, t: Tensor) -> tg.Pending:
         return tg.Pending(t)
 
     def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> tg.Pending:

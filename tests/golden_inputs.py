@@ -316,18 +316,18 @@ class CountingExchange(tg.Exchange):
         super().__post_init__()
         self.bytes_sent = Counter()
 
-    def reduce(self, name, grad, in_rank_order=False):
+    def reduce_scatter(self, name, grad, in_rank_order=False):
         kind = "all_to_all" if in_rank_order else "reduce_scatter"
         self.bytes_sent[f"{kind} {name}"] += grad.nbytes * (self.world_size - 1) // self.world_size
-        return super().reduce(name, grad, in_rank_order)
+        return super().reduce_scatter(name, grad, in_rank_order)
 
     def all_to_all(self, kind, name, rows, input_splits, output_splits, out=None):
         self.bytes_sent[f"{kind} {name}"] += rows.nbytes - rows.split(input_splits)[self.rank].nbytes
         return super().all_to_all(kind, name, rows, input_splits, output_splits, out)
 
-    def gather(self, name, t):
+    def all_gather(self, name, t):
         self.bytes_sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
-        return super().gather(name, t)
+        return super().all_gather(name, t)
 
 
 def prefetch_exchange(rank, world_size):

@@ -507,7 +507,7 @@ def wide_range(rank):
 
 
 def mean_in_rank_order(rank, world_size):
-    return tg.Exchange(rank, world_size).reduce("x", wide_range(rank), in_rank_order=True).wait()
+    return tg.Exchange(rank, world_size).reduce_scatter("x", wide_range(rank), in_rank_order=True).wait()
 
 
 def test_the_fp32_sum_is_in_rank_order(workers):
