@@ -26,6 +26,7 @@ while (( $# )); do
         --check|--check=*) die "only python train_gpt.py takes --check" ;;
         --tiny) tiny="length=0.05 warmup=false val_slices=4 samples=1" ;;
         --runs=*|--seed=*|--preset=*|--data=*|--against=*|--name=*) declare "${1#--}" ;;
+        data=?*|--set=data=?*) data=${1##*data=} args+=("$1") ;;   # as --data
         [!-]*.py) [[ ! $script ]] || die "name one script, not $script and $1"; script=$1 ;;
         *) args+=("$1") ;;
     esac

@@ -82,7 +82,7 @@ import typing
 import uuid
 import zipfile
 import zlib
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -145,7 +145,12 @@ TickRate = Annotated[float, 0, 1, "rate"]
 # Two numbers of steps from one update to the next: the first holds up to Config.late_updates_from, the second
 # from that step on. Gradients are summed in between. Adam's and the n-grams' betas and decay are stated for
 # the first number; ANVIL takes no account of the interval.
+#
+# Adam's parameters need an update only after every second step, at next to no cost in loss (PR 136): half the
+# traffic of the embeddings. The largest, from Config.late_updates_from on, need it after every fourth (PR
+# 360). The gradients of a run's last steps are lost if no update follows.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
+UPDATE_PERIOD = 4  # every interval divides it: after a multiple of it no gradient awaits its update
 
 
 @dataclass(frozen=True)
@@ -231,20 +236,20 @@ class ParamSpec:
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     # How the gradient comes about:
-    # small  by autograd. Small parameters with equal optimizer, betas, dtype, update_every and reduction are
-    #        exchanged and updated as one vector. GPT.trunk and pointer_inputs read these alone as self.NAME,
-    #        since autograd does not reach the others.
-    # head   lm_head's: the head's backward adds it to main_grad.
-    # bank   a stack of matrices, padded so that each rank owns equally many: the backwards of matrix products
-    #        add it to main_grad. GPT.layer_weights() gives the matrices to the layers.
-    # table  each token looks up rows: add_rows() adds their gradients to main_grad. GPT.trunk has the rows in
-    #        looked_up[name].
-    kind: Literal["small", "head", "bank", "table"] = "small"
-    # The field of MicroBatch that has the numbers of a table's rows. inputs: a row for each token.
-    # hashed_rows: bigram_embed's alone. Another index is a field of MicroBatch, which make_micro_batch()
-    # fills; its segments in Prefetcher._build; and a look-up like GPT.ngram_sums.
+    # small      by autograd. Small parameters with equal optimizer, betas, dtype, update_every and reduction
+    #            are exchanged and updated as one vector. The model reads these alone as self.NAME: of the
+    #            others, training has the gradients in main_grad, not from autograd.
+    # head       lm_head's: the head's backward adds it to main_grad.
+    # bank       a stack of matrices, padded so that each rank owns equally many: the backwards of matrix
+    #            products add it to main_grad. GPT.layer_weights() gives the matrices to the layers.
+    # embedding  a table of which each token looks up rows: add_rows() adds their gradients to main_grad.
+    #            GPT.trunk has the rows in looked_up[name].
+    kind: Literal["small", "head", "bank", "embedding"] = "small"
+    # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
+    # hashed_rows: bigram_embed's, and those of the n-gram table. Another index is a field of MicroBatch,
+    # which make_micro_batch() fills; its segments in Prefetcher._build; and a look-up in GPT.look_up.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
-    # Each rank updates one block. What arrives of its gradient is all, or if sparse the touched rows.
+    # Each rank updates one block. Ranks send its owner all of its gradient, or if sparse the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, so that a gather goes on while
     # the next parameters are updated. No result depends on it.
@@ -252,7 +257,7 @@ class ParamSpec:
     optimizer: str = "adam"  # a name in UPDATE_RULES
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
     update_every: UpdateInterval = (2, 2)
-    dtype: Literal["model", "float32"] = "model"  # model: the config's; float32: acc_dtype() of it
+    dtype: Literal["model", "float32"] = "model"  # model: Config.dtype; float32: fp64 if that is float64
     # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
     # all-to-all, then in fp32 and in rank order (sparse always does this).
     reduction: Literal["collective", "fp32"] = "collective"
@@ -265,7 +270,7 @@ bank_spec = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", u
 # Gradients are exchanged in the order of these rows, but the n-grams' come first, and the small parameters'
 # last. Names are record 92's, where it has the parameter, and most numbers are.
 PARAMS = (
-    #     name              lr_mul wd_mul kind     rows_by        exchange
+    #     name              lr_mul wd_mul kind         rows_by        exchange
     bank_spec("qk_bank"),
     bank_spec("narrow_qk_bank"),
     bank_spec("vo_bank"),
@@ -290,12 +295,12 @@ PARAMS = (
     # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows
     # alone, as a rank's block is some of the rows.
     ParamSpec("lm_head",          1.00, 150, "head", update_order=2, betas=(0.50, 0.95)),
-    ParamSpec("bigram_embed",    75.00,   5, "table", "hashed_rows", "sparse", update_order=1,
+    ParamSpec("bigram_embed",    75.00,   5, "embedding", "hashed_rows", "sparse", update_order=1,
           betas=(0.75, 0.95)),
-    ParamSpec("value_embeds",    70.00,   5, "table", "inputs",      "sparse", update_order=5,
+    ParamSpec("value_embeds",    70.00,   5, "embedding", "inputs",      "sparse", update_order=5,
           betas=(0.75, 0.95), update_every=(2, 4)),
     # Until the untie step it is the transpose of lm_head.
-    ParamSpec("embed",            1.00, 150, "table", "inputs",      "sparse", update_order=3,
+    ParamSpec("embed",            1.00, 150, "embedding", "inputs",      "sparse", update_order=3,
           betas=(0.50, 0.95)),
 )
 # fmt: on
@@ -372,7 +377,7 @@ class Stage:
     batch_tokens: Positive  # over all ranks and micro-batches
     max_doc_len: Positive  # longer documents are truncated to so many tokens
     # Rotary tables follow these, and change once a stage. Windows that change within a stage need an edit of
-    # plan_step(), GPT.use_rotary and its callers, and of warmup_steps() with dense attention or CUDA graphs.
+    # plan_step(), GPT.use_rotary and its callers, and of warmup_ranges() with dense attention or CUDA graphs.
     windows: Windows
     lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
@@ -450,15 +455,17 @@ class Config:
     narrow_attn_scale: float = 0.13
     dtype: DType = "bfloat16"  # of weights and activations
     # ---- The schedule. `--set length=0.5` halves every field of type Steps, such as the stages' steps, and
-    # adapts every TickRate. It rescales what the settings to its left have set. A preset's own length is
-    # applied before all settings, so a copy of the script can be shortened in one place.
+    # adapts every TickRate. It rescales what earlier settings of the command line have set; later ones are
+    # taken as they are. An edit of a preset's length, such as this one, rescales that preset alone.
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients agree, large ones
     # average out noise later. At the end batches shrink again. The last stage trains at the rate at which the
-    # cooldown ends.
+    # cooldown ends. If you change steps here, these do not follow: late_updates_from, two_momenta_from,
+    # momentum_warmup, momentum_cooldown, and `window` and `also` of averages. With --set length all do.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        #   steps  batch  docs   windows         lr_mul  mtp        prefix
+        #   steps  batch_tokens, max_doc_len
+        #                        windows         lr_mul  mtp        prefix
         Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), sampled_columns=(10240,)),
         Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05),
               sampled_columns=(10240,)),
@@ -480,7 +487,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ---- ANVIL, for the banks (section 12). Only this rule reads the following, down to slow_rate.
+    # ---- ANVIL, for the banks (section 12): what follows, down to slow_rate, is for this rule alone.
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -502,7 +509,8 @@ class Config:
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
     slow_rate: Fraction = 0.02
-    # ---- How the run computes. None of these changes the algorithm: they change speed, memory and rounding.
+    # ---- How the run computes. These change speed, memory and rounding, not the algorithm; but FP8 rounds
+    # small activations and gradients to 0.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
@@ -534,6 +542,11 @@ class Config:
     @property
     def stage_starts(self) -> list[int]:
         return [0, *accumulate(stage.steps for stage in self.stages[:-1])]
+
+    @property
+    def copy_gate_column(self) -> int:
+        """The head's column that says how much the copy pointer counts: the first one of padding."""
+        return self.vocab_size
 
     @property
     def predicts_prefixes(self) -> bool:
@@ -585,10 +598,10 @@ CPU = replace(
     # of them; attention then splits none. The next token alone gives a lower loss here than later ones with
     # it, and bytes have no prefixes.
     attention_cap=0,
-    length=1.0,
+    length=1.0,  # so that an edit of another preset's length leaves this one as it is
     # fmt: off
     stages=(
-        #  steps batch docs windows      lr_mul
+        #  steps, batch_tokens, max_doc_len, windows, lr_mul
         Stage(34, 2048, 256, Windows(3, 9), 1.00),
         Stage(58, 4096, 512, Windows(4, 10), 1.52),
         Stage(55, 4096, 512, Windows(5, 11), 1.73),
@@ -616,7 +629,7 @@ CPU = replace(
 )
 
 # The cpu preset with GPT-2's tokens and the copy pointer, to show what depends on the vocabulary. What is not
-# named here is as in the cpu preset, for example the softcap.
+# named here is as in the cpu preset, for example the softcap: an edit of CPU changes this preset, too.
 WORDS = replace(
     CPU,
     preset="words",
@@ -649,10 +662,10 @@ WORDS = replace(
     ),
     # The schedule, for 170 steps. So short a run learns more from the next token alone than from later ones
     # and prefixes. Only the last stage computes the logits of all columns.
-    length=1.0,
+    length=1.0,  # so that an edit of another preset's length leaves this one as it is
     # fmt: off
     stages=(
-        #  steps batch docs windows      lr_mul
+        #  steps, batch_tokens, max_doc_len, windows, lr_mul
         Stage(81, 1024, 256, Windows(3, 9), 1.00, sampled_columns=(4096,)),
         Stage(40, 2048, 512, Windows(4, 10), 1.52, sampled_columns=(4096,)),
         Stage(38, 2048, 512, Windows(5, 11), 1.73, sampled_columns=(4096,)),
@@ -719,13 +732,8 @@ class StepPlan(NamedTuple):
         """
         return self.steps_between(interval) // interval[0]
 
-    def updates(self, interval: UpdateInterval) -> bool:
-        """True if what has this interval is updated after this step, by all gradients since its last update.
-
-        Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
-        traffic of the tables. The largest, from Config.late_updates_from on, need it after every fourth
-        (PR 360). The gradients of last steps that no update follows are lost.
-        """
+    def is_update_step(self, interval: UpdateInterval) -> bool:
+        """True if this step ends with an update of what has this interval."""
         return (self.step + 1) % self.steps_between(interval) == 0
 
 
@@ -739,14 +747,16 @@ def untie_step(cfg: Config) -> int:
 
 
 def part_at(t: float, parts: tuple):
-    """Splits 0 .. 1 into an equal part for each value, and returns the one of t; 0 if there are none."""
+    """Returns the value whose part of 0 .. 1 contains t, if all have equal parts; 0 if `parts` is empty."""
     return parts[int(t * len(parts))] if parts else 0
 
 
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
-    """Returns the factor of the learning rates: the stage's lr_mul, and in the cooldown, the last
-    cooldown_frac of the steps before the last stage, a mean of that and of the last stage's, whose share
-    grows linearly from 0 to 1. So the factor still jumps where a stage begins.
+    """Returns the factor of all learning rates.
+
+    It is stage.lr_mul until the cooldown, which is the last cooldown_frac of the steps before the last stage.
+    There it is a mean of stage.lr_mul and the last stage's, whose share grows linearly from 0 to 1. In the
+    last stage it is that stage's. Where a stage begins, it may jump, in the cooldown, too.
     """
     end = cfg.stage_starts[-1]
     cooldown_from = int(end * (1 - cfg.cooldown_frac))
@@ -771,7 +781,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     reads it, and it has few values, it is an argument of forward_backward, too, and CUDAGraphs capture for
     each value. If it has many, it goes there as a tensor of MicroBatch, as loss_weights do. If GPT.trunk
     reads it as a size or a number, compiler_of() must name it. If another value needs another compilation,
-    it is a part of warmup_steps' `kind`.
+    it is a part of warmup_ranges' `kind`.
     """
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
@@ -829,14 +839,14 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
     return {name: units * cfg.window_unit for name, units in vars(windows).items()}
 
 
-def warmup_steps(cfg: Config) -> list[range]:
-    """Returns ranges of steps that together have all kinds of steps: around each step that is the first with
-    its stage, number of sampled columns, prefixes or none, and late updates or none, the two steps before it,
-    itself and the next one.
+def warmup_ranges(cfg: Config) -> list[range]:
+    """Returns ranges of steps for the warm-up, which together have every kind of step.
 
-    At the last stage's start a range goes on for four steps: the first two untie embed, the others update it
-    on its own. A range that would begin at an odd step begins one earlier. So, with an update after every
-    step or every second, gradients overwrite those before, or are added to them, as in the run.
+    A kind is a stage, a number of sampled columns, prefixes or none, late updates or none. The first step of
+    each kind has a range: the two steps before it, itself, and the next one. At the last stage's start the
+    range goes on for four steps: the first two untie embed, the others update it on its own.
+    A range that would begin at an odd step begins one earlier, so that with updates after every step or every
+    second one gradients overwrite and are added as in the run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -1145,14 +1155,14 @@ def forward_backward(
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
     x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_weights)  # (T, d)
-    prefixes = model.prefixes if with_prefix else None
+    prefixes = model.longest_prefix if with_prefix else None
     targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
     pointer_probs = None
     if cfg.pointer_dim:
         pointer_inputs = model.pointer_inputs(x)
         probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
         # The head writes the gradient of probs.
-        pointer_probs = PointerProbs(probs, model.gate_column, grad=torch.empty_like(probs))
+        pointer_probs = PointerProbs(probs, model.copy_gate_column, grad=torch.empty_like(probs))
 
     # The head, forward and backward.
     loss, dx = model.head_loss_and_grad(
@@ -1207,24 +1217,48 @@ def validate(
 #    functions of the forward and of the loss's targets.
 # ============================================================================================================
 
-# ---- Gates, the small MLPs' outputs; parameters' shapes and initial values ---------------------------------
+# The streams of the record preset, by the names that GPT.trunk saves them under:
+#
+#   x0              norm of the smeared embeddings
+#   "ngram"         the n-grams' sums; before layer 0 a gated share of them is added: then x is "first"
+#   layers 0 .. 3   attention of norm(x), MLP of norm(x); then x is "skip"
+#   layer 4         no attention; MLP
+#   layer 5         attention, MLP
+#   layer 6         a gated share of "skip" is added first; no attention; MLP
+#   layer 7         no attention, no MLP; then x is "backout"
+#   layer 8         attention of norm("backout"), two MLPs of norm(x)
+#   layer 9         no attention; MLP
+#   layer 10        MUDD adds "first" and "backout" to x and to the values; attention of norm("backout"), with
+#                   which MUDD adds "first" and "ngram"; MLP
+#   lm_head         norm(x + the sum of lm_head_streams, each times a weight of the token)
+#
+# Before their MLPs layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4, 5, 9 one of "ngram".
 
-# A layer's numbers, in the order of layer_scalars()' columns: two of GPT.scalars, which are factors of its
-# products; two of resid_lambdas, of the stream where outputs are added; two of post_lambdas, of these
-# outputs:
-#
-#   x = resid_attention * x + post_attention * out * attention(qkv * ...)
-#   x = resid_mlp * x + post_mlp * mlp(x)
-#
-# GPT.scalars has two numbers for each layer, then those of the smear and of the skip. Another one is a field
-# here, a flag in used_scalars(), a column of a parameter in param_inits(), the same column in
-# layer_scalars(), and its use.
-LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
+# ---- Layers' scalars, gates, and outputs of MUDD -----------------------------------------------------------
+
+
+class LayerScalars(NamedTuple):
+    """A layer's factors: learned numbers, in the order of layer_scalars()' columns.
+
+        x = resid_attention x + post_attention (out attention(norm(qkv q), norm(qkv k), qkv v + value_embed))
+            + gated x0 + gated n-grams
+        x = resid_mlp x + post_mlp mlp(norm(x)), for each MLP
+
+    Another one is a field here, a flag in used_scalars(), a column of a parameter in param_inits(), the same
+    column in layer_scalars(), and its use.
+    """
+
+    qkv: Tensor  # GPT.scalars, which also has, behind all layers, a number for the smear and one for the skip
+    out: Tensor
+    resid_attention: Tensor  # GPT.resid_lambdas
+    resid_mlp: Tensor
+    post_attention: Tensor  # GPT.post_lambdas
+    post_mlp: Tensor
 
 
 # The parameters of two small MLPs are stacked along their first axis.
 # "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
-TO_LAYER, TO_HEAD = 0, 1
+TO_LAYER, TO_LM_HEAD = 0, 1
 # "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
 UP_TO_SKIP, AFTER_SKIP = 0, 1
 
@@ -1274,14 +1308,14 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     return early, late
 
 
-def used_scalars(cfg: Config) -> list[LayerScalars]:
-    """Returns which of its scalars each layer uses."""
+def used_scalars(cfg: Config) -> list[tuple[bool, ...]]:
+    """Returns for each layer which of LayerScalars' fields it uses."""
     used = []
     for i, layer in enumerate(cfg.layers):
         attends = bool(layer.attention)
         adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
         has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
-        scalars = LayerScalars(
+        flags = dict(
             qkv=attends,
             out=attends,
             resid_attention=has_own and adds,
@@ -1289,7 +1323,7 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
             post_attention=has_own and attends,
             post_mlp=has_own and layer.mlps > 0,
         )
-        used.append(scalars)
+        used.append(tuple(flags[name] for name in LayerScalars._fields))
     return used
 
 
@@ -1316,9 +1350,9 @@ MUDD_OUTPUTS = {
 }
 
 
-def head_stream_biases(cfg: Config) -> dict[str, float]:
-    """Returns the streams that head_input adds before the head, by the names that GPT.trunk saves them under,
-    each with the initial bias of its weight, divided by MUDD_SCALE.
+def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
+    """Returns the streams that lm_head_input adds, by the names that GPT.trunk saves them under, and of each
+    the initial bias of its weight, divided by MUDD_SCALE.
     """
     tables = sum(layer.value for layer in cfg.layers if layer.attention)
     values = {f"value {i}": 0.0 for i in range(tables)}
@@ -1334,7 +1368,10 @@ def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     for biases, table in zip(gates, gate_table(cfg)):
         for gate in table:
             biases.extend(gate.columns * [gate.bias])
-    return {"mudd": (list(MUDD_OUTPUTS.values()), list(head_stream_biases(cfg).values())), "mudd_gate": gates}
+    return {
+        "mudd": (list(MUDD_OUTPUTS.values()), list(lm_head_stream_biases(cfg).values())),
+        "mudd_gate": gates,
+    }
 
 
 # Draws an initial value of this shape, on the CPU.
@@ -1391,7 +1428,7 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
     # The mix before the head weighs each stream as a whole and by groups of its channels.
     biases = small_mlp_biases(cfg)
-    streams = len(head_stream_biases(cfg))
+    streams = len(lm_head_stream_biases(cfg))
     mudd_biases = max(len(MUDD_OUTPUTS), streams)
     mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
     mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
@@ -1434,20 +1471,20 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
 
     Banks are padded, so that each of `world_size` ranks owns equally many matrices.
     """
-    table = param_inits(cfg)
+    inits = param_inits(cfg)
     names = {spec.name for spec in PARAMS}
-    require(names <= table.keys(), f"PARAMS has {names - table.keys()}: give each a line of param_inits()")
-    require(names == table.keys(), f"param_inits() has {table.keys() - names}: give each a row of PARAMS")
+    require(names <= inits.keys(), f"PARAMS has {names - inits.keys()}: give each a line of param_inits()")
+    require(names == inits.keys(), f"param_inits() has {inits.keys() - names}: give each a row of PARAMS")
     shapes = {}
     for spec in cfg.params:
-        shape, _ = table[spec.name]
+        shape, _ = inits[spec.name]
         if all(shape):
             first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
             shapes[spec.name] = (first, *shape[1:])
     return shapes
 
 
-def used_params(cfg: Config) -> list[ParamSpec]:
+def used_specs(cfg: Config) -> list[ParamSpec]:
     """Returns the rows of PARAMS, as the settings have them, of the parameters that this model has."""
     shapes = param_shapes(cfg, 1)
     return [spec for spec in cfg.params if spec.name in shapes]
@@ -1511,13 +1548,13 @@ class GPT(nn.Module):
         # Where rows of n-grams come from: an NgramTable, or outside training what has its fetch(). Its owner
         # sets it.
         self.ngrams: typing.Any = None
-        # For move(): torch.empty, but of each size there is one tensor. In training a micro-batch overwrites
-        # the last one of its size, so those of equal shapes have equal addresses, which CUDA graphs need.
+        # For move(): torch.empty, but with one tensor for each size. In training a micro-batch overwrites the
+        # last one of its size, so micro-batches of equal shapes have equal addresses, which CUDA graphs need.
         self.micro_batch_buffer = cache(torch.empty)
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.gate_table = gate_table(cfg)
         self.small_mlp_biases = small_mlp_biases(cfg)
-        self.head_streams = list(head_stream_biases(cfg))
+        self.lm_head_streams = list(lm_head_stream_biases(cfg))
         self.register_parameters(world_size)
         self.register_constants()
         self.fp8_mlps = None
@@ -1526,7 +1563,7 @@ class GPT(nn.Module):
         self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
             self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
-        self.rotary: dict[tuple[str, bool], RotaryFamily] = {}  # by Layer.window and Layer.narrow_qk
+        self.rotary: dict[tuple, RotaryFamily] = {}  # by rotary_kind()
         self.rotary_stage = -1
         self.use_rotary(0)
         self.initialize(seed)
@@ -1536,15 +1573,15 @@ class GPT(nn.Module):
         cfg = self.cfg
         shapes = param_shapes(cfg, world_size)
         self.bank_names = []
-        self.token_tables = []
-        for spec in used_params(cfg):
+        self.token_embeddings = []
+        for spec in used_specs(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
             zeros = torch.zeros(shapes[spec.name], dtype=dtype, device=self.device)
             self.register_parameter(spec.name, nn.Parameter(zeros))
             if spec.kind == "bank":
                 self.bank_names.append(spec.name)
             elif spec.rows_by == "inputs":
-                self.token_tables.append(spec.name)
+                self.token_embeddings.append(spec.name)
         # The name of the table that ngram_sums() reads: of a parameter, or of Optimizer.ngrams.
         self.ngram_key = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
 
@@ -1556,10 +1593,9 @@ class GPT(nn.Module):
         width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
         signs = torch.zeros(cfg.sign_rows, width, dtype=dtype_of(cfg.dtype), device=device)
         self.register_buffer("signs", signs)
-        # prefix_table(); until it is built no token has a prefix.
-        self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
-        # PointerProbs.gate_column, among all columns: the first one of padding.
-        self.gate_column = torch.tensor([cfg.vocab_size], device=device)
+        # Each token's longest prefix, by prefix_table(); until that is built no token has one.
+        self.longest_prefix = torch.full((cfg.padded_vocab,), -1, device=device)
+        self.copy_gate_column = torch.tensor([cfg.copy_gate_column], device=device)
         # Which of its scalars each layer uses, and their places in layer_scalars()' flattened table.
         self.used_scalars = used_scalars(cfg)
         self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
@@ -1567,7 +1603,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Sets all parameters to their initial values, and draws the signs."""
-        for spec in used_params(self.cfg):
+        for spec in used_specs(self.cfg):
             value = initial_value(spec.name, self.cfg, seed)
             getattr(self, spec.name)[: len(value)].copy_(value)
         self.embed.copy_(self.lm_head.T)
@@ -1586,7 +1622,7 @@ class GPT(nn.Module):
         are fetched here.
         """
         found = {self.ngram_key: self.ngram_sums(micro_batch, training)}
-        for name in self.token_tables:
+        for name in self.token_embeddings:
             table = getattr(self, name)
             rows = F.embedding(micro_batch.inputs, table.flatten(1))
             found[name] = rows.unflatten(1, table.shape[1:])
@@ -1631,17 +1667,6 @@ class GPT(nn.Module):
             banks = {name: BankWeight(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
         return self.trunk(looked_up, sequence, windows, banks, fp8_weights)
-
-    # The streams of the record preset, by the names that trunk() saves them under:
-    #
-    #   x0              norm of the smeared embeddings; layers with x0 add a gated share of it
-    #   "ngram"         the n-grams; layers with ngram add a gated share, layer 0 at once: then x is "first"
-    #   layers 0 .. 3   attention of norm(x), MLP of norm(x); then x is "skip"
-    #   layers 4, 5     the same
-    #   layers 6, 7     the same, of x and a gated share of "skip"; then x is "backout"
-    #   layers 8, 9     attention of norm("backout"), MLP of norm(x)
-    #   layer 10        the same; MUDD adds "first" and "backout" to x and to the values, then "ngram" to x
-    #   the head        norm(x + each token's weights times self.head_streams)
 
     @compiled
     def trunk(  # compiler_of() names some of its arguments
@@ -1718,8 +1743,8 @@ class GPT(nn.Module):
             if i == cfg.backout_from:
                 streams["backout"] = x
                 streams["normed backout"] = norm(x)
-        head_streams = [streams[name] for name in self.head_streams]
-        return head_input(x, self.small_mlp("mudd", TO_HEAD, x), head_streams)
+        lm_head_streams = [streams[name] for name in self.lm_head_streams]
+        return lm_head_input(x, self.small_mlp("mudd", TO_LM_HEAD, x), lm_head_streams)
 
     def layer_weights(
         self, banks: dict[str, BankWeight], value_embeds: Sequence[Tensor], fp8_weights: FP8MLP | None, T: int
@@ -1818,7 +1843,7 @@ class GPT(nn.Module):
         rows if heads are paired.
         """
         layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
-        cos, sin, softmax_scale = self.rotary[layer.window, layer.narrow_qk]
+        cos, sin, softmax_scale = self.rotary[rotary_kind(layer)]
         qk, v = self.queries_keys_values(layer, h, w)  # (T, 2, H, Dq), (T, H, Dv)
         if layer.attention == "paired":
             q, k, values = pair_heads(qk, v, cos, sin)
@@ -1891,14 +1916,14 @@ class GPT(nn.Module):
     def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        Without weights they are constants, (k, 1). TO_HEAD returns a weight for each stream, and then
+        Without weights they are constants, (k, 1). TO_LM_HEAD returns a weight for each stream, and then
         mix_groups weights for each; only the first have biases. MUDD: Xiao et al. 2025, arXiv:2502.12170,
         trimmed in record 81; gates by it in record 85.
         """
         biases = len(self.small_mlp_biases[name][i])
         scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
         without_bias = 0
-        if (name, i) == ("mudd", TO_HEAD):
+        if (name, i) == ("mudd", TO_LM_HEAD):
             without_bias = self.cfg.mix_groups * biases
         out = getattr(self, f"{name}_b2")[i, :biases]
         out = F.pad(out, (0, without_bias))[:, None]  # (k, 1)
@@ -1943,8 +1968,8 @@ class GPT(nn.Module):
             w = w.index_select(1, sampled_columns)  # (d, P)
             targets = index_in(targets, sampled_columns)
             if pointer_probs is not None:
-                gate_column = index_in(pointer_probs.gate_column, sampled_columns)
-                pointer_probs = pointer_probs._replace(gate_column=gate_column)
+                copy_gate_column = index_in(pointer_probs.copy_gate_column, sampled_columns)
+                pointer_probs = pointer_probs._replace(copy_gate_column=copy_gate_column)
             chunk *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
         fp8 = self.backend.fp8
         fp8_scale = 0.0  # of dlogits
@@ -2004,7 +2029,7 @@ class GPT(nn.Module):
             rows = slice(i, i + cfg.head_chunk)
             pointer_probs = None
             if cfg.pointer_dim:
-                pointer_probs = PointerProbs(probs[:, rows], self.gate_column)
+                pointer_probs = PointerProbs(probs[:, rows], self.copy_gate_column)
             logits = x[rows] @ self.lm_head
             losses.append(next_token_losses(logits, micro_batch.targets[rows], pointer_probs, cfg.softcap))
         return torch.cat(losses)
@@ -2026,15 +2051,16 @@ class GPT(nn.Module):
         if not cfg.pointer_dim:
             return z.softmax(1)[0, : cfg.vocab_size]
         # softcap_loss's mixture, for all next tokens at once.
-        gate, z = split_gate(z, self.gate_column)
+        gate, not_gate, z = split_copy_gate(z, self.copy_gate_column)
         p_vocab = z.softmax(1)[0]
-        sources = slice(-1 - cfg.pointer_val_window, -1)
-        q, k, sink_scores = self.pointer_inputs(x)
-        scores = upcast(k[sources]) @ upcast(q[-1]) * len(self.pointer_sink) ** -0.5
-        p = torch.cat([sink_scores[-1:], scores]).softmax(0)
+        inputs = self.pointer_inputs(x)
+        *_, last_block = pointer_blocks(inputs, micro_batch, cfg.pointer_val_window)
+        _, sources, scores, _ = last_block
+        p = torch.cat([inputs.sink_scores[-1:], scores[-1]]).softmax(0)
         p_sink, p_source = p[:1], p[1:]
         p_copy = torch.zeros_like(p_vocab).index_add_(0, micro_batch.inputs[sources], p_source)
-        return mixture_probs(p_vocab, gate, p_sink, p_copy)[: cfg.vocab_size]
+        p, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+        return p[: cfg.vocab_size]
 
     # -------------------------------------------------------------------------------------- rotary embedding
 
@@ -2045,7 +2071,7 @@ class GPT(nn.Module):
         """
         if stage == self.rotary_stage:
             return
-        kinds = {(layer.window, layer.narrow_qk): layer for layer in self.cfg.layers if layer.attention}
+        kinds = {rotary_kind(layer): layer for layer in self.cfg.layers if layer.attention}
         for kind, layer in kinds.items():
             new = self.rotary_family(stage, layer)
             family = self.rotary.setdefault(kind, new)
@@ -2077,6 +2103,16 @@ class GPT(nn.Module):
         angles = positions[:, None] * freq
         dtype = dtype_of(cfg.dtype)
         return RotaryFamily(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
+
+
+def rotary_kind(layer: Layer) -> tuple:
+    """Returns all that rotary_family() reads of a layer. Layers of one kind share a family.
+
+    Another embedding of positions is a field of Layer, which is added here; and a branch of rotary_family(),
+    or of GPT.attention_branch and pair_heads() where they rotate. shift_keys() needs a half that is not
+    rotated.
+    """
+    return layer.window, layer.narrow_qk
 
 
 def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
@@ -2112,7 +2148,7 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
 
 
-def head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
+def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
 
     weights (n + n * groups, T or 1): one for each stream; then for each stream one for each group of
@@ -2277,16 +2313,18 @@ class MLP(torch.autograd.Function):
 
 # ============================================================================================================
 # 8  Operations. Of each: its formula, its form in plain torch, and, where it has one, its Triton kernel and
-#    what launches that, with the same arguments and results. Last, the Backend: a run's choice.
+#    what launches that, with the arguments and results of the plain form. Last, the Backend: a run's choice.
 # ============================================================================================================
 
 # ---- RMSNorm, sums of streams, rotary embedding -----------------------------------------------------------
 
 
 def use_eager_form(x: Tensor) -> bool:
-    """True if x is fp32 or fp64, in code that is not compiled. There norm, mix and rotate have a second form,
-    which passes over memory less often, and is equal up to rounding. An edit of one form needs the same edit
-    of the other. Compiled code has Norm, too, in head_input(), and Mix, for each term of mix().
+    """True if x is fp32 or fp64, in code that is not compiled.
+
+    norm, mix and rotate have two forms, equal up to rounding: one for compiled or bf16 code, and one for code
+    that is neither, which passes over memory less often. Edit both. Compiled code takes Norm's backward in
+    lm_head_input(), and Mix's in mix().
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2581,7 +2619,7 @@ FP8_DY = 2**-6
 FP8_ACT_MARGIN = 1.80
 FP8_GRAD_MARGIN = 1.25
 FP8_WEIGHT_MARGIN = 1.12
-FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than that margin a step
+FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, outgrow FP8_WEIGHT_MARGIN in a step
 FP8_LEAST = 1e-12  # a smaller maximum of a weight counts as this; others then leave their scale as it is
 
 
@@ -2793,9 +2831,9 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     Another activation needs no gradient by hand: in GPT.mlp_branch write
     linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false.
 
-    One that is 0 for all negative inputs and rising for others can stay in this form, which keeps less
-    memory: edit this and relu_square_grad, which knows only the result of this. With FP8 edit
-    relu_square_fp8, too. On a GPU edit relu_square_kernel, or run without that kernel.
+    This form takes less memory. It is for activations that are 0 for negative inputs and rising for positive
+    ones, because relu_square_grad gets only the output. Edit both; with FP8 relu_square_fp8, too; and on a
+    GPU relu_square_kernel, or run without that kernel.
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
@@ -2820,8 +2858,7 @@ def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> t
     """Returns `square` in e4m3 for a8 = h (T, d) in e4m3; or da in e5m2 for a8 = dy in e5m2 and square8:
     (T, F), and transposed.
 
-    The result is first rounded to bf16. If its maximum is above the MLP's number in mlp.amax, it takes that
-    place.
+    The result is first rounded to bf16. mlp.amax keeps the larger of its entry and the result's maximum.
     """
     backward = int(square8 is not None)
     a_scale, w_scale, out_scale = mlp.scales[:, backward]
@@ -2906,7 +2943,7 @@ RELU_SQUARE_TILES = {
 
 
 class FP8Args(NamedTuple):
-    """The kernel's arguments that only FP8 has, in their order."""
+    """The kernel's arguments that only FP8 has, in their order; FP8_MAX stands among the sizes."""
 
     out_T: Tensor | None = None
     scales: Tensor | None = None
@@ -2953,10 +2990,22 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 
 # ---- Softcapped cross-entropy, also of a mixture with the copy pointer -------------------------------------
 
-# The loss is computed in four places: softcap_loss and its kernel in training, next_token_losses in
-# validation, GPT.next_token_probs for samples. Another probability needs an edit of each, and of
-# mixture_probs. A term of training alone, such as a z-loss, is one of softcap_loss, with and without the
-# pointer, and of its kernel. Its factor must be a multiple of loss_weights[0], which contains loss_share.
+# softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
+# in validation, GPT.next_token_probs the probabilities for samples. Another mixture is an edit of mixture(),
+# and of the gradients in softcap_loss and its kernel. A term of training alone, such as a z-loss, is one of
+# softcap_loss, with and without the pointer, and of its kernel. Its factor must be a multiple of
+# loss_weights[0], which contains loss_share.
+
+
+def mixture(
+    p_vocab: Tensor, gate: Tensor, not_gate: Tensor, p_copy: Tensor, p_sink: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mixes the head's probabilities p_vocab with the pointer's. Returns p, and the head's part of it.
+
+    not_gate is 1 - gate, computed as such: near 0 a difference has no digits.
+    """
+    p_head = p_vocab * (not_gate + gate * p_sink)
+    return p_head + gate * p_copy, p_head
 
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
@@ -2968,7 +3017,7 @@ class PointerProbs(NamedTuple):
     """What the copy pointer says of the next tokens of n positions."""
 
     probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
-    gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
+    copy_gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
     grad: Tensor | None = None  # (2, n): where softcap_loss writes the gradient of `probs`
 
     def part(self, n: slice) -> PointerProbs:
@@ -3022,19 +3071,18 @@ def softcap_loss(
         factor = slope * sum_weights / sum_exp
         dz_at_targets = target_weights
     else:
-        gate_column = pointer_probs.gate_column
-        exp_gate = exp_z[:, gate_column]
-        exp_z.index_fill_(1, gate_column, 0)  # below the gate's column gets its gradient, from dz_gate
+        copy_gate_column = pointer_probs.copy_gate_column
+        exp_gate = exp_z[:, copy_gate_column]
+        exp_z.index_fill_(1, copy_gate_column, 0)  # below the gate's column gets its gradient, from dz_gate
         sum_vocab = exp_z.sum(dim=-1, keepdim=True)
         sum_exp = sum_vocab + exp_gate
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
-        # 1 - gate is computed as such: near 0 a difference has no digits.
         gate = exp_gate / sum_exp
         not_gate = sum_vocab / sum_exp
         p_copy, p_sink = pointer_probs.probs[..., None]
         p_vocab = (cap.scale * target_s[:, :1]).exp() / sum_vocab
-        p_head = p_vocab * (not_gate + gate * p_sink)
-        p = p_head + gate * p_copy + PROB_FLOOR
+        p, p_head = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+        p = p + PROB_FLOOR
         gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
         first_weight = target_weights[:, :1]
         other_weights = sum_weights - first_weight
@@ -3045,12 +3093,12 @@ def softcap_loss(
         )
         factor = slope * (weight_over_p * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
         dz_at_targets = torch.cat([weight_over_p * p_head, target_weights[:, 1:]], 1)
-        gate_s = s[:, gate_column]
+        gate_s = s[:, copy_gate_column]
         dz_gate = other_weights * gate - weight_over_p * gate_slope
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
     grad.scatter_add_(1, target_ids, -slope * dz_at_targets * target_s * (1 - target_s))
     if pointer_probs is not None:
-        grad.index_copy_(1, gate_column, slope * dz_gate * gate_s * (1 - gate_s))
+        grad.index_copy_(1, copy_gate_column, slope * dz_gate * gate_s * (1 - gate_s))
     losses = losses.sum(dim=-1)
     if fp8_scale:
         return losses, *cast_and_transpose(grad, fp8_scale, torch.float8_e5m2)
@@ -3081,7 +3129,7 @@ def softcap_loss_kernel(
     logits_stride,
     pointer_probs,
     pointer_grad,
-    gate_column,
+    copy_gate_column,
     pointer_stride,
     K: tl.constexpr,
     fp8_max,
@@ -3106,7 +3154,7 @@ def softcap_loss_kernel(
     targets += rows * K
     gate_col = -1
     if pointer_probs is not None:
-        gate_col = tl.load(gate_column).to(tl.int32)
+        gate_col = tl.load(copy_gate_column).to(tl.int32)
 
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, V, BLOCK):
@@ -3191,8 +3239,8 @@ def triton_softcap_loss(
         tiles = LOSS_TILES["row"]
     pointer_args: tuple = (None,) * 4
     if pointer_probs is not None:
-        probs, gate_column, grad_of_probs = pointer_probs
-        pointer_args = probs, grad_of_probs, gate_column, probs.stride(0)
+        probs, copy_gate_column, grad_of_probs = pointer_probs
+        pointer_args = probs, grad_of_probs, copy_gate_column, probs.stride(0)
     softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
         logits,
         targets,
@@ -3233,29 +3281,28 @@ def next_token_losses(
     z = cap.scale * softcap_sigmoid(logits, cap)
     if pointer_probs is None:
         return F.cross_entropy(z, targets, reduction="none")
-    gate, z = split_gate(z, pointer_probs.gate_column)
+    gate, not_gate, z = split_copy_gate(z, pointer_probs.copy_gate_column)
     p_vocab = (-F.cross_entropy(z, targets, reduction="none")).exp()
     p_copy, p_sink = pointer_probs.probs
-    return -(mixture_probs(p_vocab, gate, p_sink, p_copy) + PROB_FLOOR).log()
+    p, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+    return -(p + PROB_FLOOR).log()
 
 
-def mixture_probs(p_vocab: Tensor, gate: Tensor, p_sink: Tensor, p_copy: Tensor) -> Tensor:
-    """Mixes the head's probabilities with the pointer's. softcap_loss and its kernel do it in other terms."""
-    return p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy
-
-
-def split_gate(z: Tensor, gate_column: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gate_column's softmax (n,) of softcapped logits z (n, V); and z with -inf in that column."""
-    rest = z.index_fill(1, gate_column, -math.inf)
-    return torch.sigmoid(z[:, gate_column][:, 0] - rest.logsumexp(1)), rest
+def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns copy_gate_column's softmax (n,) of softcapped logits z (n, V), 1 minus that, and z with -inf in
+    that column.
+    """
+    others = z.index_fill(1, copy_gate_column, -math.inf)
+    log_odds = z[:, copy_gate_column][:, 0] - others.logsumexp(1)
+    return torch.sigmoid(log_odds), torch.sigmoid(-log_odds), others
 
 
 # ---- Copy pointer ------------------------------------------------------------------------------------------
 
 # PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
 # attends to sources j, the positions strictly before it in its document and window, and to a sink. D is
-# Config.pointer_dim. Another score needs an edit of pointer_blocks and pointer_grad, of pointer_scores and
-# pointer_grad_kernel, and of GPT.next_token_probs.
+# Config.pointer_dim. Another score is an edit of pointer_blocks and pointer_grad; and of pointer_scores and
+# pointer_grad_kernel, or run without that kernel.
 #
 #     score_ij = q_i k_j / sqrt(D),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
 #     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
@@ -3731,21 +3778,21 @@ class Optimizer:
     copied after lm_head's are gathered.
     """
 
-    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
+    def __init__(self, cfg: Config, tensors: dict[str, Tensor], exchange: Exchange):
         self.cfg = cfg
         self.exchange = exchange
         self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
         groups = defaultdict(list)
-        for spec in used_params(cfg):
+        for spec in used_specs(cfg):
             if spec.kind == "small":
                 alike = spec.optimizer, spec.dtype, spec.betas, spec.update_every, spec.reduction
                 groups[alike].append(spec)
             else:
-                self.params[spec.name] = PARAM_CLASSES[spec.kind](spec, params[spec.name], cfg, exchange)
+                self.params[spec.name] = PARAM_CLASSES[spec.kind](spec, tensors[spec.name], cfg, exchange)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
-            name, tensors = f"small_{i}", [params[spec.name] for spec in group]
-            self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
+            parts = [tensors[spec.name] for spec in group]
+            self.params[f"small_{i}"] = SmallParams(f"small_{i}", group, parts, cfg, exchange)
         self.ngrams = make_ngram_table(cfg, exchange)
         self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
@@ -3797,11 +3844,10 @@ class Optimizer:
         """
         assert not any(trainable.in_flight for trainable in self.trainables.values())
         head, embed = self.params.get("lm_head"), self.params.get("embed")
-        for (
-            table
-        ) in self.params.values():  # begin_batch() below replaces self.routes by those of the next batch
-            if isinstance(table, TableParam):
-                table.routes = self.routes.get(table.name)
+        # Now, because begin_batch() below replaces self.routes by those of the next batch.
+        for param in self.params.values():
+            if isinstance(param, EmbeddingParam):
+                param.routes = self.routes.get(param.name)
         due = [trainable for trainable in self.trainables.values() if trainable.is_due(plan)]
 
         # Scatter. While embed is tied, its gradient is a part of lm_head's.
@@ -3911,7 +3957,7 @@ class Trainable:
     in_flight: Pending | None = None  # a gather, or a fetch, until somebody waits for it
 
     def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.spec.update_every)
+        return plan.is_update_step(self.spec.update_every)
 
     def clear(self) -> None:
         """Begins a new sum of the gradient, after an update."""
@@ -3957,7 +4003,7 @@ class ShardedParam(Trainable):
     def end_backward(self) -> None:
         """Ends a micro-batch's backward, after which tables get their gradients.
 
-        This script alone does nothing here. Wrappers such as Megatron's set a parameter's requires_grad and
+        It does nothing unless a wrapper, such as Megatron's, has set the parameter's requires_grad and its
         attribute grad_added_to_main_grad. By TransformerEngine's contract (its PR 2871) the attribute becomes
         True, and autograd gets an uninitialized gradient, so that hooks that wait for one run, and drop it.
         It is not in the backward of each product, because a compiled backward gives all results at its end.
@@ -4020,7 +4066,7 @@ class ShardedParam(Trainable):
 class SmallParams(ShardedParam):
     """Small parameters with equal optimizer, betas, dtype, interval and reduction, as parts of one vector,
     which is exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad
-    of each is a part. Their rule must apply state["muls"], as adam() does.
+    of each is a part. state["muls"] has each entry's factors of the rate and of decay, by UpdateRule.muls.
     """
 
     def __init__(
@@ -4042,8 +4088,7 @@ class SmallParams(ShardedParam):
             value[: p.numel()].copy_(p.detach().flatten())
             p.data = value[: p.numel()].view_as(p)
             p.grad = grad[: p.numel()].view_as(p)
-        # Factors of lr and of decay, which is lr^2 wd; padding has none.
-        muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
+        muls = [self.rule.muls(spec) for spec in specs] + [(0.0, 0.0)]  # padding has none
         rates = torch.tensor(muls, dtype=acc_dtype(cfg))
         rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
         self.state["muls"] = exchange.block(rates).T.contiguous().to(vector.device)
@@ -4083,7 +4128,7 @@ class DenseParam(ShardedParam):
         self.clear()
 
 
-class TableParam(ShardedParam):
+class EmbeddingParam(ShardedParam):
     """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0.
 
     With exchange=sparse, ranks exchange the gradients of touched rows only.
@@ -4141,15 +4186,15 @@ class LMHead(DenseParam):
             add_columns(self.main_grad, columns, product)
         self.accumulate = torch.tensor(True)
 
-    def add_grad_of(self, embed: TableParam) -> None:
+    def add_grad_of(self, embed: EmbeddingParam) -> None:
         """Adds the gradient of embed, of which only the touched rows are not 0."""
         add_columns(self.main_grad, embed.routes.rows, embed.take_rows().T)
 
-    def copy_to(self, embed: TableParam) -> None:
+    def copy_to(self, embed: EmbeddingParam) -> None:
         """Lets embed.wait() wait for this parameter's gather, and then write its transpose to embed."""
         embed.in_flight = self.in_flight._replace(finish=partial(write_transpose, embed.p))
 
-    def untie(self, embed: TableParam) -> None:
+    def untie(self, embed: EmbeddingParam) -> None:
         """Lets embed train on its own, from this parameter's state, transposed and resharded."""
         for key, value in self.state.items():
             if value.dim():
@@ -4161,7 +4206,7 @@ class LMHead(DenseParam):
 
 
 # By ParamSpec.kind; small parameters are packed.
-PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "table": TableParam}
+PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam}
 
 
 # ============================================================================================================
@@ -4305,20 +4350,19 @@ class NgramTable(Trainable):
     update_order = -1  # before all parameters: the next rows are fetched while those are updated
 
     def __init__(self, cfg: Config, exchange: Exchange):
-        n = self.spec = cfg.ngrams
+        spec = self.spec = cfg.ngrams
         self.exchange, self.device = exchange, exchange.device
         slots, block = ngram_bounds(cfg, exchange.world_size)
         # By slot: the rows that steps read until the next update, and their gradients.
-        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
-        self.cache, self.main_grad = zeros(slots, n.width), zeros(slots, n.width)
+        zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
+        self.cache, self.main_grad = zeros(slots, spec.width), zeros(slots, spec.width)
         self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
-        self.block = zeros(block, n.width)
+        self.block = zeros(block, spec.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
         self.saved = {"block": self.block} | self.state  # without beta2_powers, which the settings give
         # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
-        self.state["beta2_powers"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(
-            self.state["moments"]
-        )
+        powers = spec.beta2 ** torch.arange(cfg.steps + 1).double()
+        self.state["beta2_powers"] = powers.to(self.state["second_moment"])
 
     @traced("rows ngrams")
     def start_fetch(self, routes: RowRoutes) -> None:
@@ -4341,7 +4385,7 @@ class NgramTable(Trainable):
         numbers = torch.arange(distinct, dtype=torch.int32, device=self.device)
         routes = self.routes._replace(segments=segments._replace(ids=numbers))
         rows = self.main_grad[: len(routes.rows)]
-        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["moments"].dtype)
+        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
         return self.exchange.reduce_rows(self.name, rows, routes, out)
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
@@ -4387,11 +4431,11 @@ ROW_EPS = 1e-10
 
 def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
     """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
-    updates, and their time. A unit of time is as many steps as the first update interval has.
+    updates, and the time of the last. A unit of time is as many steps as the first update interval has.
     """
     return {
-        "moments": table.new_zeros(len(table), dtype=dtype),
-        "last": table.new_zeros(len(table), dtype=torch.int32),
+        "second_moment": table.new_zeros(len(table), dtype=dtype),
+        "last_update": table.new_zeros(len(table), dtype=torch.int32),
         "clock": torch.zeros(2, dtype=torch.int32),
     }
 
@@ -4399,19 +4443,21 @@ def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
 def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
     """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
 
-        moment = beta2^(time - last) moment + (1 - update_beta2) mean(grad^2),  last = time
+        moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
         update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
         row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
 
-    with update_beta2 = beta2^interval_ratio. Time passes with the steps, not with updates: of these the first
-    late one may come earlier than the late interval says.
+    with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval. A
+    count of updates would be wrong, because the first late update may come sooner after the last early one
+    than the late interval says.
+
     The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
     et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
-    updates of the whole table, not of a row. So the first step of a row that is touched late is 1 / sqrt(1 -
-    update_beta2) times as long as one of a row that is always touched; that is meant (PR 360). Decay is
-    cautious, as in adam().
+    updates of the whole table, not of the row. So a row that is touched late for the first time takes a step
+    that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always touched. That is meant
+    (PR 360). Decay is cautious, as in adam().
     """
-    dtype = state["moments"].dtype
+    dtype = state["second_moment"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
     count = state["clock"][0].item() + 1
     now = (plan.step + 1) // ngrams.update_every[0]
@@ -4422,12 +4468,12 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
     update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
     update(
         table,
-        state["moments"],
-        state["last"],
+        state["second_moment"],
+        state["last_update"],
         rows,
         grads,
         state["beta2_powers"],
-        time=host_scalar(now, torch.int32),
+        now=host_scalar(now, torch.int32),
         one_minus_beta2=host_scalar(1 - update_beta2, dtype),
         step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
         decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
@@ -4437,26 +4483,27 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
 @compiled
 def row_adam_update(
     table: Tensor,
-    moments: Tensor,
-    last: Tensor,
+    second_moment: Tensor,
+    last_update: Tensor,
     rows: Tensor,
     grads: Tensor,
     beta2_powers: Tensor,
-    time: Tensor,
+    now: Tensor,
     one_minus_beta2: Tensor,
     step_size: Tensor,
     decay: Tensor,
 ) -> None:
-    """Computes row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
+    """Computes row_adam's arithmetic, in at least fp32, the dtype of second_moment (N,).
 
     beta2_powers[k] is beta2^k.
     """
     ids = rows.long()
-    new_moments = beta2_powers[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
-    moments.index_copy_(0, ids, new_moments)
-    last.index_copy_(0, ids, torch.zeros_like(rows) + time)
+    decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
+    moments = decayed + one_minus_beta2 * grads.square().mean(-1)
+    second_moment.index_copy_(0, ids, moments)
+    last_update.index_copy_(0, ids, torch.zeros_like(rows) + now)
     old = table[ids].to(grads.dtype)
-    update = step_size * grads / (new_moments.sqrt() + ROW_EPS)[:, None]
+    update = step_size * grads / (moments.sqrt() + ROW_EPS)[:, None]
     update += decay * old * (update * old > 0)
     table.index_copy_(0, ids, (old - update).to(table.dtype))
 
@@ -4476,8 +4523,8 @@ COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
 class SpanHash:
     """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
 
-    It is taken modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. It takes two of the running sums, whatever
-    the span's length.
+    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
+    whatever the span's length.
     """
 
     def __init__(self, tokens: np.ndarray):
@@ -4550,13 +4597,16 @@ class UpdateRule(NamedTuple):
     summed over the steps since the last update. ANVIL keeps the lower halves of a bf16 block's fp32 numbers
     in its state (split_mantissa); Adam rounds to the block's dtype.
 
-    The state of small parameters gets "muls", their factors of the rate and of decay. The states of lm_head
-    and embed have the same keys, and all but 0-d tensors have the block's shape: untie() transposes them.
+    The states of lm_head and embed have the same keys, and all but 0-d tensors have the block's shape, as
+    untie() transposes them.
     """
 
     init: Callable  # (block, its ParamSpec, dtype of moments, index of its first row) -> state
     # (block, gradient, state, its ParamSpec, plan, cfg): updates block and state in place.
     update: Callable
+    # ParamSpec -> factors of the step's size and of decay. Those of small parameters come as state["muls"],
+    # (2, n), which `update` must apply; None: the rule is for no small parameters.
+    muls: Callable | None = None
     unused: tuple[str, ...] = ()  # fields of ParamSpec that it does not read
     only_banks: bool = False  # it needs whole matrices
 
@@ -4568,10 +4618,15 @@ def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
 
 def adam_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first: int) -> dict:
     return {
-        "steps": torch.zeros((), dtype=torch.int32),
+        "updates": torch.zeros((), dtype=torch.int32),
         "exp_avg": torch.zeros_like(p, dtype=dtype),
         "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
     }
+
+
+def adam_muls(spec: ParamSpec) -> tuple[float, float]:
+    """Returns a parameter's factors of step_size and decay, as adam() has them from lr_mul and wd_mul."""
+    return spec.lr_mul, spec.lr_mul**2 * spec.wd_mul
 
 
 def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, cfg: Config) -> None:
@@ -4583,10 +4638,9 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
 
     with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t, and ParamSpec.betas to the power of
     interval_ratio as beta1 and beta2. Weight decay acts only where it points the way the update goes
-    (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["muls"], if it is there, are factors of
-    step_size and decay, of each entry of p.
+    (cautious decay: Chen et al. 2025, arXiv:2510.12402).
     """
-    updates = state["steps"].add_(1).item()
+    updates = state["updates"].add_(1).item()
     interval_ratio = plan.interval_ratio(spec.update_every)
     beta1 = spec.betas[0] ** interval_ratio
     beta2 = spec.betas[1] ** interval_ratio
@@ -4846,7 +4900,7 @@ def apply_anvil(
 
 
 UPDATE_RULES = {
-    "adam": UpdateRule(adam_init, adam, unused=("matrix_lr_mul",)),
+    "adam": UpdateRule(adam_init, adam, adam_muls, unused=("matrix_lr_mul",)),
     "anvil": UpdateRule(anvil_init, anvil, unused=("betas",), only_banks=True),
 }
 
@@ -4909,8 +4963,8 @@ def rank_order_mean(parts: Tensor) -> Tensor:
 class Exchange:
     """Collectives of one process group; with one rank nothing is communicated.
 
-    Every rank must make the same calls in the same order, from one thread. `name` and `what` say what a call
-    sends: tests and benchmarks count by them.
+    Every rank must make the same calls in the same order, from one thread. `name` and `label` say what a
+    call sends: tests and benchmarks count by them.
     """
 
     rank: int
@@ -4961,7 +5015,7 @@ class Exchange:
 
     def all_to_all(
         self,
-        what: str,
+        label: str,
         name: str,
         rows: Tensor,
         input_splits: list[int],
@@ -5346,8 +5400,8 @@ class TrainLoader:
             micro_batch = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
             if plan.sampled_columns:
                 needed = tokens[1:]
-                if cfg.pointer_dim:  # the gate's column, too
-                    needed = np.append(needed, cfg.vocab_size)
+                if cfg.pointer_dim:
+                    needed = np.append(needed, cfg.copy_gate_column)
                 chosen, self.offsets[local] = choose_sampled_columns(
                     needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[local]
                 )
@@ -5366,7 +5420,7 @@ class Prefetcher:
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: Exchange):
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
-        self.tables = [spec for spec in used_params(self.cfg) if spec.kind == "table"]
+        self.tables = [spec for spec in used_specs(self.cfg) if spec.kind == "embedding"]
         # By table: whether a row has been read since the table's last update.
         self.touched = {spec.name: np.zeros(self.shapes[spec.name][0], bool) for spec in self.tables}
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
@@ -5399,7 +5453,7 @@ class Prefetcher:
         interval_batches = []
         for plan in plans:
             interval_batches.append(self._build(plan))
-            if not ngrams.orders or plan.updates(ngrams.update_every):
+            if not ngrams.orders or plan.is_update_step(ngrams.update_every):
                 yield from self._finish(interval_batches)
                 interval_batches = []
         if interval_batches:
@@ -5424,7 +5478,7 @@ class Prefetcher:
             touched = self.touched[spec.name]
             for micro_batch in micro_batches:
                 touched[micro_batch.segments[spec.rows_by].ids.numpy()] = True
-            if plan.updates(spec.update_every):
+            if plan.is_update_step(spec.update_every):
                 routes[spec.name] = self._route_table(spec, np.flatnonzero(touched))
                 touched[:] = False
         return Batch(plan, micro_batches, self.loader.position(), routes)
@@ -5467,7 +5521,7 @@ class ValLoader:
         tokens = self.tokens[i * T : (i + 1) * T + 1]
         starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
         max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-        # Where a document starts the one before ends; one that starts at 0 makes that one empty.
+        # Each start is the end of the document before. If the slice begins with BOS, the first one is empty.
         return pack(make_micro_batch(tokens, starts, max_doc_len, self.cfg))
 
 
@@ -5698,11 +5752,14 @@ def read_settings(args: argparse.Namespace) -> Config:
     """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
     cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
+    by_preset = PRESETS[args.preset].data
+    given_twice = args.data and cfg.data not in (by_preset, args.data)
+    require(not given_twice, f"--data {args.data} and --set data={cfg.data}: give one of them")
     is_name = ".." not in args.name and re.fullmatch(r"[\w.+=-]*(/baseline)?", args.name)
     require(is_name, f"--name {args.name!r}: give letters, digits and . _ + = - alone, without ..")
     every = args.checkpoint_every
     require(
-        not every or padded(every, 4) < cfg.steps,
+        not every or padded(every, UPDATE_PERIOD) < cfg.steps,
         f"--checkpoint-every {every}: the run has {cfg.steps} steps; give a smaller number",
     )
     # The log holds no absolute path.
@@ -5737,7 +5794,7 @@ def check_processes(cfg: Config, world_size: int) -> None:
     cannot_share = f"{world_size} processes cannot share"
     require(count % world_size == 0, f"{cannot_share} {count} micro-batches; change one of these numbers")
     shapes = param_shapes(cfg, world_size)
-    for spec in used_params(cfg):
+    for spec in used_specs(cfg):
         is_shared = spec.kind == "small" or shapes[spec.name][0] % world_size == 0
         require(is_shared, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
     for i, stage in enumerate(cfg.stages):
@@ -5757,7 +5814,7 @@ def check_sizes(cfg: Config) -> None:
     )
     require(cfg.vocab_size <= cfg.padded_vocab, "padded_vocab must not be below vocab_size")
     require(
-        not cfg.pointer_dim or cfg.vocab_size != cfg.padded_vocab,
+        not cfg.pointer_dim or cfg.copy_gate_column < cfg.padded_vocab,
         "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
     )
     orders = cfg.ngrams.orders
@@ -5828,13 +5885,17 @@ def check_updates(cfg: Config) -> None:
             "ngrams.update_every, params.*.update_every: the second number must not be below the first",
         )
     for spec in cfg.params:
-        can_exchange = spec.exchange == "reduce_scatter" or spec.kind == "table"
+        can_exchange = spec.exchange == "reduce_scatter" or spec.kind == "embedding"
         require(can_exchange, f"params.{spec.name}.exchange: only tables can be sparse")
         rules = ", ".join(UPDATE_RULES)
         require(spec.optimizer in UPDATE_RULES, f"params.{spec.name}.optimizer: give one of {rules}")
         rule = UPDATE_RULES[spec.optimizer]
         can_update = spec.kind == "bank" or not rule.only_banks
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
+        has_muls = spec.kind != "small" or rule.muls
+        require(
+            has_muls, f"params.{spec.name}.optimizer: {spec.optimizer} has no `muls` for small parameters"
+        )
         for name in rule.unused:
             require(
                 getattr(spec, name) == getattr(ParamSpec, name),
@@ -6272,8 +6333,8 @@ def describe_environment(
 def track_of(cfg: Config, world_size: int) -> str:
     """Returns the preset's track if data, micro-batches, validation and target are its; else other."""
     preset = PRESETS[cfg.preset]
-    task = ("data", "val_slice_tokens", "val_slices", "target")
-    same = all(getattr(cfg, name) == getattr(preset, name) for name in task)
+    names = ("data", "val_slice_tokens", "val_slices", "target")
+    same = all(getattr(cfg, name) == getattr(preset, name) for name in names)
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
@@ -6349,7 +6410,7 @@ def warm_up(training: Training) -> None:
     before = training_state(model, optimizer)
     slices = min(cfg.val_slices, ids_exchange.world_size)
     loader = TrainLoader(cfg, data.train, ids_exchange.rank, ids_exchange.world_size)
-    for steps in warmup_steps(cfg):
+    for steps in warmup_ranges(cfg):
         plans = [plan_step(cfg, step) for step in steps]
         batches = Prefetcher(loader, plans, ids_exchange)
         for plan in plans:
@@ -6451,7 +6512,7 @@ def train(
     plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
     batches = Prefetcher(loader, plans, ids_exchange)
     if cfg.predicts_prefixes:  # on the clock, as it is made of the data
-        model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
+        model.longest_prefix.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
 
     for step in range(start.step, cfg.steps):
@@ -6467,12 +6528,12 @@ def train(
             profiler.step()
         ms = clock.ms()
         loss_step, loss = losses.latest
-        seen = ""
+        loss_text = ""
         if loss_step:  # on a GPU the newest loss is some steps old
-            seen = f" train_loss:{loss:.4f}@{loss_step}"
+            loss_text = f" train_loss:{loss:.4f}@{loss_step}"
         times = f"train_time:{ms:.0f}ms step_avg:{ms / done:.2f}ms"
-        log.print0(f"step:{done}/{cfg.steps} {times}{seen}", console=False)
-        bar.set_postfix_str(seen, refresh=False)
+        log.print0(f"step:{done}/{cfg.steps} {times}{loss_text}", console=False)
+        bar.set_postfix_str(loss_text, refresh=False)
         bar.update()
         if checkpoints and done in checkpoints.steps:
             with clock.paused() as ms:
@@ -6572,8 +6633,7 @@ def run(args: argparse.Namespace) -> None:
 
     log_remarks(cfg, val_slices, backend, log)
     every = args.checkpoint_every or cfg.steps
-    # After a multiple of four steps no gradient awaits its update.
-    checkpoint_steps = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}
+    checkpoint_steps = {padded(n, UPDATE_PERIOD) for n in range(every, cfg.steps, every)} - {cfg.steps}
     checkpoints = Checkpoints(path.with_suffix(".checkpoint"), task, checkpoint_steps)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:

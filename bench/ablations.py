@@ -390,6 +390,7 @@ def train_all(
 
 
 if __name__ == "__main__":
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have told it to ignore the first
+    # A shell may have told it to ignore the first.
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.default_int_handler)
     main()

@@ -298,7 +298,7 @@ class GeneratedCounts(Counts):
 
 PHASE_OF = [
     (tg, "move", "copies"),
-    (tg.Optimizer, "begin", "copies"),
+    (tg.Optimizer, "begin_batch", "copies"),
     (tg, "forward_backward", "pointer"),
     (tg.GPT, "look_up", "forward"),
     (tg.GPT, "forward", "forward"),

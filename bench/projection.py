@@ -356,7 +356,7 @@ def config_80() -> tg.Config:
 
 
 def norm_of_two(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
-    """Does final_norm() as before record 81: takes "back" off."""
+    """Does lm_head_input() as before record 81: takes "back" off."""
     return tg.norm(x + weights[1:2].T * streams[1])
 
 
@@ -501,7 +501,7 @@ def fit(of_92: list[Phase]) -> Model:
     names, stages = [], []
     for stage in range(len(PUBLISHED_80)):
         names.append(f"80 {stage}")
-        stages.append(count(cfg, stage, final_norm=norm_of_two))
+        stages.append(count(cfg, stage, lm_head_input=norm_of_two))
     for phase in of_92:
         names.append(f"92 {phase.stage}, {phase.columns}")
         stages.append(phase.ops)

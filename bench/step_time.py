@@ -365,7 +365,7 @@ class Training:
         tqdm.write(table_line(cells))
 
 
-def warmup_steps(variants: Sequence[Variant]) -> int:
+def warmup_ranges(variants: Sequence[Variant]) -> int:
     """Returns the same number for all variants, so that they get the same batches."""
     for variant in variants:
         if variant.on_gpu or variant.cfg.compile:
@@ -377,7 +377,7 @@ def train_interleaved(
     variants: Sequence[Variant], stage: int, world_size: int, paths: list[Path], steps: int
 ) -> list[Training]:
     """Times `steps` steps of each variant, after its warm-up."""
-    warmup = warmup_steps(variants)
+    warmup = warmup_ranges(variants)
     gc.collect()  # the last line's models
     with contextlib.ExitStack() as stack:
         trainings = []
@@ -561,7 +561,7 @@ def scale(args: argparse.Namespace, cfg: tg.Config, stage: int, device: torch.de
             variants[name].append(Variant(name, changed, device))
         every += variants[name]
     torch._dynamo.config.recompile_limit *= len(every)
-    warmup = warmup_steps(every)
+    warmup = warmup_ranges(every)
     largest = max(every, key=lambda v: v.cfg.stages[stage].batch_tokens).cfg
     with tempfile.TemporaryDirectory() as folder:
         paths = find_shards(args, largest, folder, [stage], args.steps + warmup)
@@ -619,7 +619,7 @@ def run(args: argparse.Namespace) -> None:
         return scale(args, cfg, stages[-1], device)
     # Every variant compiles its own functions, and each stage's length may compile them again.
     torch._dynamo.config.recompile_limit *= len(variants)
-    warmup = warmup_steps(variants)
+    warmup = warmup_ranges(variants)
     with tempfile.TemporaryDirectory() as folder:
         paths = find_shards(args, cfg, folder, stages, args.steps + warmup)
         ceiling = matmul_ceiling(device)

@@ -69,7 +69,12 @@ RENAMED = {
     "stages.candidates": "sampled_columns",
 }
 # Old kinds of parameters, and ParamSpec.kind and .rows_by today.
-RENAMED_KINDS = {"matmul": ("head", ""), "tokens": ("table", "inputs"), "hashed": ("table", "hashed_rows")}
+RENAMED_KINDS = {
+    "matmul": ("head", ""),
+    "table": ("embedding", ""),  # its row has a rows_by
+    "tokens": ("embedding", "inputs"),
+    "hashed": ("embedding", "hashed_rows"),
+}
 RENAMED_KERNELS = {"both_layouts": "cast_and_transpose", "gram": None}  # None: it is gone
 # Settings that models of earlier scripts lack, with the values that they had in effect, if it is another than
 # False. A field of Layer is "layers.NAME".

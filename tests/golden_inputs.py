@@ -212,7 +212,7 @@ def fill_model(model, tied):
     """Fills parameters, signs and prefixes. Parameters that the reference lacks keep their initial values."""
     with torch.no_grad():
         model.signs.copy_(golden_signs(model.signs.shape))
-        model.prefixes.copy_(golden_prefixes())
+        model.longest_prefix.copy_(golden_prefixes())
         for name, p in model.named_parameters():
             for part, view in reference_parts(name, p).items():
                 if part in FILL:
@@ -231,7 +231,7 @@ def spec_of(name):
 
 
 def targets_of(model, batch, plan):
-    return tg.loss_targets(batch.targets, len(plan.mtp), model.prefixes if plan.prefix else None)
+    return tg.loss_targets(batch.targets, len(plan.mtp), model.longest_prefix if plan.prefix else None)
 
 
 def loss_weights(plan, model):

@@ -176,6 +176,7 @@ WRONG = """--preset huge
 --resume=
 --resume nowhere
 --set data=
+--set data=another
 --set adam_lr
 --set adm_lr=1
 --set track=../elsewhere

@@ -56,7 +56,7 @@ def check_batches(rank, world_size, cfg):
     batches = batches_of(cfg, rank, world_size)
     built = [batches.next() for _ in range(cfg.steps)]
     assert batches.peek() is None
-    tables = {row.name: row for row in tg.used_params(cfg) if row.kind == "table"}
+    tables = {row.name: row for row in tg.used_specs(cfg) if row.kind == "embedding"}
     shapes = tg.param_shapes(cfg, world_size)
     read_before = []
     for step, batch in enumerate(built):
@@ -66,7 +66,7 @@ def check_batches(rank, world_size, cfg):
         assert batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, read[rank], strict=True):
             check_micro_batch(actual, expected, plan, world_size)
-        if plan.updates((2, 2)):
+        if plan.is_update_step((2, 2)):
             assert batch.routes.keys() == tables.keys()
         else:
             assert not batch.routes

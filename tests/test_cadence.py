@@ -24,12 +24,12 @@ HALF, RARE = (2, 2), (2, 4)
 @pytest.mark.pinned("the schedule or a row of PARAMS of the record preset")
 def test_updates_of_the_record():
     plans = [tg.plan_step(RECORD92, step) for step in range(SCHEDULE["total_steps"])]
-    assert sum(plan.updates(HALF) for plan in plans) == SCHEDULE["adam_steps"]
-    rare = [plan.step for plan in plans if plan.updates(RARE)]
+    assert sum(plan.is_update_step(HALF) for plan in plans) == SCHEDULE["adam_steps"]
+    rare = [plan.step for plan in plans if plan.is_update_step(RARE)]
     assert (len(rare), rare[-1]) == (SCHEDULE["table_events"], SCHEDULE["last_table_event"])
     for row in SCHEDULE["rows"]:
         plan = plans[row["step"]]
-        assert (plan.updates(HALF), plan.updates(RARE)) == (row["adam"], row["table_event"])
+        assert (plan.is_update_step(HALF), plan.is_update_step(RARE)) == (row["adam"], row["table_event"])
         assert plan.interval_ratio(RARE) == row["table_wd_mul"] / 5
         assert plan.interval_ratio(HALF) == 1
 
@@ -60,7 +60,7 @@ def adam_events(name, dtype):
     for step in ADAM["steps"]:
         grad += coarse(p.shape, STREAMS[name] + step - 332)
         plan = tg.plan_step(RECORD92, step)
-        if plan.updates(row.update_every):
+        if plan.is_update_step(row.update_every):
             want = next(events)
             assert want["step"] == step
             plan = plan._replace(lr_mul=want["eta"] / (0.008 * row.lr_mul))
@@ -149,7 +149,7 @@ def test_joined_parameters_are_updated_as_each_alone():
         state = tg.adam_init(p, row, torch.float64, 0)
         for plan in plans:
             grad += small_values(plan.step)[row.name]
-            if plan.updates(row.update_every):
+            if plan.is_update_step(row.update_every):
                 tg.adam(p, grad, state, row, plan, SMALL_CFG)
                 grad.zero_()
         assert torch.equal(params[row.name], p), row.name
@@ -185,7 +185,7 @@ def table_events(dtype):
     """Yields the golden event, the touched rows, their mean gradients and the table, after each update."""
     ngrams = tg.Ngrams((2, 3), TABLE["half"], width=TABLE["width"], dtype=dtype)
     table = tg.NgramTable(tiny_config(dtype, ngrams=ngrams), tg.Exchange(0, 1))
-    grads = torch.zeros_like(table.block, dtype=table.state["moments"].dtype)
+    grads = torch.zeros_like(table.block, dtype=table.state["second_moment"].dtype)
     all_signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(grads)
     events, touched = iter(TABLE["events"]), set()
     for step in TABLE["steps"]:
@@ -195,7 +195,7 @@ def table_events(dtype):
                 grads.index_add_(0, row, all_signs[sign] * db / 2)
             touched.update(rows.flatten().tolist())
         plan = tg.plan_step(RECORD92, step)
-        if plan.updates(ngrams.update_every):
+        if plan.is_update_step(ngrams.update_every):
             want = next(events)
             assert want["step"] == step
             ids = sorted(touched)
@@ -215,10 +215,10 @@ def test_time_passes_with_the_steps_of_n_grams():
     times = []
     for step in range(cfg.steps):
         plan = tg.plan_step(cfg, step)
-        if plan.updates(ngrams.update_every):
+        if plan.is_update_step(ngrams.update_every):
             rows = torch.arange(4, dtype=torch.int32)
             tg.row_adam(table.block, rows, torch.ones(4, 8), table.state, ngrams, plan)
-            times.append(table.state["last"][0].item())
+            times.append(table.state["last_update"][0].item())
     assert times == [1, 2, 3, 4, 5, *range(8, cfg.steps + 1, 4)]
 
 
@@ -226,12 +226,12 @@ def test_time_passes_with_the_steps_of_n_grams():
 def test_golden_ngrams():
     for want, rows, grads, table in table_events("float64"):
         assert rows == want["rows"]
-        since = table.state["clock"][1] - table.state["last"]
+        since = table.state["clock"][1] - table.state["last_update"]
         decay = table.spec.beta2 ** since.double()
         parts = {
             "g": grads,
             "table": table.block,
-            "v_of_all_rows_if_decayed_at_every_event": table.state["moments"] * decay,
+            "v_of_all_rows_if_decayed_at_every_event": table.state["second_moment"] * decay,
         }
         for name, t in parts.items():
             assert distance(t, want[name]) < 1e-11, (want["step"], name)
@@ -244,5 +244,5 @@ def test_golden_ngrams_as_stored():
         for row, listed in want["listed"].items():
             bits = table.block[int(row)].view(torch.uint16)
             assert bits.tolist() == listed["p_bf16_bits"], (want["step"], row)
-            moment = table.state["moments"][int(row)].item()
+            moment = table.state["second_moment"][int(row)].item()
             assert moment == pytest.approx(listed["v_fp32"], rel=1e-6)

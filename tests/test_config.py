@@ -170,7 +170,7 @@ def test_initial_values():
             values += gate.columns * [initial[gate.use]]
         assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
     assert one.signs.abs().eq(1).all() and abs(one.signs.mean()) < 0.01
-    assert one.signs.equal(eight.signs) and (one.prefixes == -1).all()
+    assert one.signs.equal(eight.signs) and (one.longest_prefix == -1).all()
     assert not other.qk_bank.equal(one.qk_bank)
 
 
@@ -200,7 +200,7 @@ def test_any_schedule_has_a_plan_for_every_step(cfg):
     assert sum(p.batch_tokens for p in plans) == sum(s.steps * s.batch_tokens for s in cfg.stages)
     (untied,) = [step for step, plan in enumerate(plans) if plan.untie]
     assert untied % 2
-    warmup = set(itertools.chain.from_iterable(tg.warmup_steps(cfg)))
+    warmup = set(itertools.chain.from_iterable(tg.warmup_ranges(cfg)))
     own_update = {untied + 2} & every  # the first after untying
     assert {0, 1} | set(cfg.stage_starts) | own_update <= warmup <= every
 

@@ -129,7 +129,7 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
     exchange = CountingExchange(rank, world_size)
     tg.check_config(cfg, world_size)
     model = tg.GPT(cfg, world_size, seed=seed, backend=backend)
-    model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
+    model.longest_prefix.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     with torch.no_grad():  # away from zeros, which hide mistakes
         noise = generator(99)
         for name, shape in sorted(tg.param_shapes(cfg, 1).items()):  # in any order of the table
@@ -233,7 +233,7 @@ def look(model, optimizer):
 def warm_up(model, optimizer, steps, prefetch):
     """Warms up with these steps, and checks that the table of n-grams is as before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "warmup_steps", lambda cfg: steps)
+        patch.setattr(tg, "warmup_ranges", lambda cfg: steps)
         tg.warm_up(training_of(model, optimizer, prefetch))
     for t in optimizer.ngrams.state_dict().values():
         assert not t.any()
@@ -275,7 +275,11 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
     found["final"] = whole(model, optimizer)
     if optimizer.ngrams:
         state = optimizer.ngrams.state_dict()
-        found["table"] = [state["block"].clone(), state["moments"].clone(), state["last"].clone()]
+        found["table"] = [
+            state["block"].clone(),
+            state["second_moment"].clone(),
+            state["last_update"].clone(),
+        ]
     return found
 
 
@@ -330,7 +334,7 @@ def bytes_sent(cfg, ranks):
         read = [set() for _ in ranks]  # since the last update
         for step in range(cfg.steps):
             plan = tg.plan_step(cfg, step)
-            is_due = plan.updates(param.spec.update_every)
+            is_due = plan.is_update_step(param.spec.update_every)
             is_copy = name == "embed" and plan.tied
             if name == "ngrams" or param.spec.exchange == "sparse":
                 for rows, found in zip(read, ranks):

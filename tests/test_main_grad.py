@@ -285,10 +285,10 @@ def test_nothing_as_large_as_a_bank_or_table_is_allocated_or_cleared(workers, cf
     cfg = tg.with_settings(with_dtype(cfg, "bfloat16"), sizes.split())
     shapes = tg.param_shapes(cfg, 2)
     large = set()
-    for row in tg.used_params(cfg):
+    for row in tg.used_specs(cfg):
         if row.kind != "small":
             large |= flat_shapes(shapes[row.name])
-        if row.kind == "table":
+        if row.kind == "embedding":
             rows, *width = shapes[row.name]
             large |= flat_shapes((rows // 2, *width))
     for seen in workers(2, record_shapes, cfg):

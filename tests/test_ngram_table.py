@@ -62,7 +62,7 @@ class WholeTable(tg.NgramTable):
         dist.all_gather_object(parts, (self.local_grad(), touched))
         self.looked_up = []
         self.touched = torch.zeros_like(touched)
-        total = torch.zeros_like(self.block, dtype=self.state["moments"].dtype)
+        total = torch.zeros_like(self.block, dtype=self.state["second_moment"].dtype)
         for grad, touched in parts:
             total += grad
             self.touched |= touched
@@ -172,7 +172,7 @@ def live(rank, world_size, cfg, folder, limit):
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(tg.Prefetcher, "_build", watched)
         patch.setattr(tg, "FIRST_READ", 1 << 12)  # a constant, but more than `limit`
-        patch.setattr(tg, "warmup_steps", lambda cfg: [range(2)])
+        patch.setattr(tg, "warmup_ranges", lambda cfg: [range(2)])
         tg.warm_up(training_of(model, optimizer, prefetch_exchange(rank, world_size)))
         batches = batches_of(cfg, rank, world_size)
         for _ in range(3):

@@ -89,8 +89,8 @@ CHEATS = {
             "hash_ngrams(tokens[1:], hashed",
         ],
         "the stream is centred over all positions": [
-            "        return head_input(x, self",
-            "        x = x - x.mean(0)\n        return head_input(x, self",
+            "        return lm_head_input(x, self",
+            "        x = x - x.mean(0)\n        return lm_head_input(x, self",
         ],
     },
     "targets are only looked up": {
@@ -239,7 +239,7 @@ HONEST_EDITS = {
         "return (dy @ proj.T).mul_(2**0.5 * root)",
         "update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)",
         "update = 0.1 * step_size * lr_mul * exp_avg.sign()",
-        "        return head_input(x",
+        "        return lm_head_input(x",
         "        return (1 + self.scalars[-1]) * final_norm(x",
     ],
 }

@@ -243,14 +243,14 @@ def test_each_rank_saves_its_own_shards(stopped, corpus):
     assert [path.name for path in paths] == ["rank0.pt", "rank1.pt"]
     saved = [torch.load(path, weights_only=True) for path in paths]
     for path, content in zip(paths, saved):
-        assert content["params"]["lm_head"]["state"]["steps"] == 4
+        assert content["params"]["lm_head"]["state"]["updates"] == 4
         tensors = tensors_of(content)
         size = sum(t.nbytes for t in tensors)
         assert size == sum(t.untyped_storage().nbytes() for t in tensors)
         assert size < path.stat().st_size < size + 500 * len(tensors) + 20000
     cfg = make_config(corpus)
     shapes = tg.param_shapes(cfg, 2)
-    for row in tg.used_params(cfg):
+    for row in tg.used_specs(cfg):
         if row.kind != "small":
             blocks = [content["params"][row.name]["block"] for content in saved]
             assert torch.cat(blocks).shape == shapes[row.name]

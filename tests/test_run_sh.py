@@ -152,8 +152,8 @@ STARTED = {  # options; the commands that follow without GPUs, or whose preset n
         f"{STANDALONE}2 train_gpt.py --seed=0 {TINY} --preset=words {SHORT}",
     ],
     # Data of the user are not fetched.
-    "old.py --data mine --seed=10 --set a=1 b=2 --preset=words --name '$A b'": [
-        f"{STANDALONE}2 old.py --seed=10 --preset=words --data=mine --name=$A b --set a=1 b=2",
+    "old.py --seed=10 --set a=1 data=mine --preset=words --name '$A b'": [
+        f"{STANDALONE}2 old.py --seed=10 --preset=words --data=mine --name=$A b --set a=1 data=mine",
     ],
 }
 

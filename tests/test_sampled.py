@@ -234,7 +234,7 @@ def test_schedule():
     changes = [step for step in range(1, len(counts)) if counts[step] != counts[step - 1]]
     cases = (tg.RECORD, changes), (parts, at), (prefixes, at[:3:2]), (slow, (40,))
     for cfg, steps in cases:
-        rehearsed = {step for steps in tg.warmup_steps(cfg) for step in steps}
+        rehearsed = {step for steps in tg.warmup_ranges(cfg) for step in steps}
         assert all({step - 1, step, step + 1} <= rehearsed for step in steps)
 
 
@@ -248,7 +248,7 @@ def test_the_warm_up_captures_what_the_record_does():
     """Counts how often the warm-up does each kind of step of the record preset: the second time captures."""
     cfg = tg.RECORD
     counts = Counter()
-    for steps in tg.warmup_steps(cfg):
+    for steps in tg.warmup_ranges(cfg):
         counts.update(kind_of(cfg, step) for step in steps)
     for step in range(cfg.steps):
         assert counts[kind_of(cfg, step)] >= 2, step

@@ -68,7 +68,7 @@ def train(cfg, backend):
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
         changes["ngrams"] = optimizer.ngrams.block
-        changes["moments"] = optimizer.ngrams.state["moments"]
+        changes["moments"] = optimizer.ngrams.state["second_moment"]
     known = {}
     for name, state in states(model, optimizer):
         if "exp_avg_sq" in state:

@@ -248,7 +248,7 @@ def no_wait(setup: Setup, stage: int, world_size: int) -> Iterator[Row]:
     """Runs two steps, one with Adam, in which torch raises where the host would wait for the GPU."""
     cfg = with_settings(setup.cfg, FEW_ROWS)
     with setup.training(cfg, stage, world_size, 7) as training:  # the last is only fetched for
-        training.warm_up(setup.warmup_steps)
+        training.warm_up(setup.warmup_ranges)
         for step in range(2):
             batch = training.batches.next()
             training.synchronize()
@@ -278,7 +278,7 @@ def ceilings(setup: Setup) -> Iterator[Row]:
 def stage_times(setup: Setup, stage: int, name: str) -> Iterator[Row]:
     """Times a stage's step: a mean over an Adam period, the median over periods."""
     with setup.training(setup.cfg, stage, st.SETUPS[name], 6 + setup.timed_steps) as training:
-        training.warm_up(setup.warmup_steps)
+        training.warm_up(setup.warmup_ranges)
         gc.collect()
         for _ in range(setup.timed_steps):
             training.step()
@@ -375,7 +375,9 @@ def exchanges(setup: Setup) -> Iterator[Row]:
 
 OPERATIONS = tg.RECORD.kernels + ("attention", "fa3")
 NOISE = 1.03  # of a ratio of times
-DENSE = " ".join(f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PARAMS if spec.kind == "table")
+DENSE = " ".join(
+    f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PARAMS if spec.kind == "embedding"
+)
 
 
 def all_checks() -> list[Check]:

@@ -125,7 +125,7 @@ def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shar
     cfg = tg.override(cfg, "params.*.reduction=fp32")
     dense = []
     for spec in cfg.params:
-        if spec.kind == "table":
+        if spec.kind == "embedding":
             spec = replace(spec, exchange="reduce_scatter")
         dense.append(spec)
     with open(shard.with_name(f"rank{rank}.jsonl"), "w", buffering=1) as file:

@@ -76,7 +76,7 @@ class Setup:
             self.preset = "record"
             self.settings = FEWER_ROWS
             self.gpus = torch.cuda.device_count()
-            self.warmup_steps = 4
+            self.warmup_ranges = 4
             self.timed_steps = 6
             for feature in ONLY:
                 self.switch_off_if_missing(feature)
@@ -84,7 +84,7 @@ class Setup:
             self.preset = "cpu"
             self.settings = TINY
             self.gpus = 0
-            self.warmup_steps = 2
+            self.warmup_ranges = 2
             self.timed_steps = 2
             os.environ["OMP_NUM_THREADS"] = "1"  # of processes that checks start
             torch.set_num_threads(1)
