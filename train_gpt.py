@@ -19,24 +19,32 @@ The words preset has GPT-2's tokens, for two cores: it tests what depends on the
 Sections, in the order of reading: a run's settings, a step, the model; then what these rest on
     1  This text, imports
     2  Settings     tables of layers, parameters and stages; the other settings; the presets
-    3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    4  Helpers      a user's errors, labels in traces, compilation, dtypes, copies to the device
-    5  Step         what a batch holds; train_step, forward_backward, validate
-    6  Model        gates; parameters' shapes and initial values; GPT: embeddings, layers, head and loss
-    7  Gradients    linear layers and MLPs, which write their weights' gradients into main_grad
-    8  Operations   in plain torch, some with Triton kernels: norm, sums, rotary embedding, attention, FP8,
-                    squared ReLU, loss, copy pointer, rows of tables; CUDA graphs; a run's backend
-    9  Optimizer    scatter, work and gather of all that is updated, in explicit orders
-    10 Parameters   the objects that are updated: their gradients, updates and averages
-    11 N-grams      from tokens to rows of a table; the table, its exchange, its update rule
-    12 Update rules Adam and ANVIL, on one block
-    13 Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
-    14 Data         shards, prefixes of tokens, micro-batches that begin with a document, touched rows,
-                    batches that a thread builds ahead
-    15 Command line --set name=value, options
-    16 Checks       what settings must satisfy
-    17 Saving       saved models, checkpoints, what must be the same to resume a run
-    18 Run          processes, clock, log; warm-up; train(), the timed loop; run() is the whole story
+    3  Shapes       parameters' shapes and initial values
+    4  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
+    5  Helpers      a user's errors, labels in traces, compiled functions, dtypes, copies to the device
+    6  Step         what a batch holds; train_step, forward_backward, validate
+    7  Model        layers' scalars and gates; GPT: embeddings, layers, head and loss
+    8  Linear       products with a bank's matrices, whose gradients go into main_grad
+    9  Layers       norm, sums of streams, rotary embedding, attention, MLP: each in plain torch, some with
+                    Triton kernels, as also in sections 10, 11 and 15
+    10 FP8          scales, casts, products
+    11 Loss         softcapped cross-entropy, mixed with the copy pointer; the pointer
+    12 Optimizer    scatter, work and gather of all that is updated, in explicit orders
+    13 Parameters   the objects that are updated: their gradients, updates and averages
+    14 Update rules Adam and ANVIL, on one block
+    15 Touched rows of tables: sums of rows, sums of their gradients, their exchange between ranks
+    16 Exchange     collectives
+    17 N-grams      from tokens to rows of a table; the table, its update rule
+    18 Backend      a run's choice of operations, compilation, CUDA graphs
+    19 Data         shards, prefixes of tokens, micro-batches that begin with a document, batches that a
+                    thread builds ahead
+    20 Command line --set name=value, options
+    21 Checks       what settings must satisfy
+    22 Files        the log, saved models, checkpoints, what must be the same to resume a run
+    23 Run          processes, clock; warm-up; train(), the timed loop; run() is the whole story
+
+For a step alone read plan_step, train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(),
+prepare() and train().
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
@@ -49,7 +57,7 @@ The stream is the residual stream. x0 is the tokens' embeddings, smeared and nor
 layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
 that it updates. The touched rows of a table are those that batches have looked up since its last update.
 After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
-optimizer of the banks, a descendant of Muon (section 12). MUDD (section 6) mixes earlier streams in, with
+optimizer of the banks, a descendant of Muon (section 14). MUDD (section 7) mixes earlier streams in, with
 weights that small MLPs compute for each token. Up to the untie step the token embedding embed
 is the transpose of lm_head.
 """
@@ -359,7 +367,7 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
-    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 11):
+    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 17):
     # the word so far; the byte above the next one, in the line before; what followed the same tokens before.
     # The first two are for bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
@@ -400,8 +408,8 @@ class Config:
     A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
     ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
     used; the main ones are GATE_DIM, MUDD_SCALE, the initial values of param_inits(), gate_table() and
-    MUDD_OUTPUTS, and the numbers of rotary_family() in section 6, FP8_* in 8, ANVIL_MAPS in 12, and
-    untie_step() in 3.
+    MUDD_OUTPUTS, and the numbers of rotary_family() in section 7, FP8_* in 10, ANVIL_MAPS in 14, and
+    untie_step() in 4.
     """
 
     # ---- Data and goal.
@@ -440,7 +448,7 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 8).
+    # softmax (section 11).
     pointer_dim: int = 128  # the width of its queries and keys; 0: there is no pointer
     pointer_window: Positive = 2560  # how many tokens it looks back in training
     pointer_val_window: Positive = 16384  # and in validation and samples
@@ -487,7 +495,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ---- ANVIL, for the banks (section 12): what follows, down to slow_rate, is for this rule alone.
+    # ---- ANVIL, for the banks (section 14): what follows, down to slow_rate, is for this rule alone.
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -682,12 +690,139 @@ WORDS = replace(
     bank_lr=0.018,
 )
 
-# A new preset goes here. PRESETS (section 15) has them by name, each rescaled by its `length`.
+# A new preset goes here. PRESETS (section 20) has them by name, each rescaled by its `length`.
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
 # ============================================================================================================
-# 3  Schedule. Pure functions of the settings and the step.
+# 3  Shapes. Of every row of PARAMS the shape and the initial value: a line of param_inits().
+# ============================================================================================================
+
+
+# Draws an initial value of this shape, on the CPU.
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+def constant(value: float) -> Draw:
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def normal(std: float) -> Draw:
+    return lambda shape, generator: std * torch.randn(shape, generator=generator)
+
+
+def uniform(gain: float, fan_in: int) -> Draw:
+    """Draws from a uniform distribution around 0, whose standard deviation is gain / sqrt(fan_in)."""
+    bound = math.sqrt(3) * gain * fan_in**-0.5
+    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+
+def given_rows(*values: list[float]) -> Draw:
+    """Draws nothing: the rows are given. Shorter ones are padded with 0, and a single one may be a vector."""
+    tensors = [torch.tensor(row) for row in values]
+    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
+
+
+def zero_second_of_pairs(draw_all: Draw) -> Draw:
+    """Sets the second matrix of every pair to 0, so that a layer begins without MLP."""
+
+    def draw(shape, generator):
+        value = draw_all(shape, generator)
+        value[1::2] = 0
+        return value
+
+    return draw
+
+
+def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
+    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
+
+    One with a size of 0 is of a technique that is off: it does not exist.
+    """
+    d = cfg.dim
+    H = cfg.heads
+    D = cfg.head_dim
+    L = len(cfg.layers)
+    V = cfg.padded_vocab
+    attending = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in attending)
+    wide = len(attending) - narrow
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    value_tables = sum(layer.value for layer in attending)
+    value_gates = sum(layer.value and not layer.mudd for layer in attending)
+    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
+    # The mix before the head weighs each stream as a whole and by groups of its channels.
+    biases = small_mlp_biases(cfg)
+    streams = len(lm_head_stream_biases(cfg))
+    mudd_biases = max(len(MUDD_OUTPUTS), streams)
+    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
+    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
+    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
+    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
+    zeros = constant(0.0)
+    # Each layer's factors of its QKV and of its output product. Queries and keys are normed, so only values
+    # feel the first. Then the factor of the smear, and the skip's before its sigmoid.
+    scalars = [0.5, 1.0] * L + [0.0, -1.5]
+    return {
+        # Two heads' queries, or keys, are one matrix, which ANVIL orthogonalizes as a whole.
+        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
+        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
+        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), zero_second_of_pairs(uniform(0.5, d))),
+        "scalars": ((2 * L + 2,), given_rows(scalars)),
+        "smear_gate": ((1, GATE_DIM), zeros),
+        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
+        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
+        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
+        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
+        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
+        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
+        "post_lambdas": ((L, 2), constant(1.0)),
+        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
+        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
+        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
+        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
+        "lm_head": ((d, V), normal(0.005)),
+        "bigram_embed": ((bigrams, d), zeros),
+        "value_embeds": ((V, value_tables, d), normal(0.01)),
+        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
+    }
+
+
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter that this model has, in the order of cfg.params.
+
+    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
+    """
+    inits = param_inits(cfg)
+    names = {spec.name for spec in PARAMS}
+    require(names <= inits.keys(), f"PARAMS has {names - inits.keys()}: give each a line of param_inits()")
+    require(names == inits.keys(), f"param_inits() has {inits.keys() - names}: give each a row of PARAMS")
+    shapes = {}
+    for spec in cfg.params:
+        shape, _ = inits[spec.name]
+        if all(shape):
+            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
+            shapes[spec.name] = (first, *shape[1:])
+    return shapes
+
+
+def used_specs(cfg: Config) -> list[ParamSpec]:
+    """Returns the rows of PARAMS, as the settings have them, of the parameters that this model has."""
+    shapes = param_shapes(cfg, 1)
+    return [spec for spec in cfg.params if spec.name in shapes]
+
+
+def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
+    """Returns a parameter's initial value, drawn on the CPU and without padding."""
+    shape, draw = param_inits(cfg)[name]
+    return draw(shape, seeded(name, seed))
+
+
+# ============================================================================================================
+# 4  Schedule. Pure functions of the settings and the step.
 # ============================================================================================================
 
 
@@ -861,7 +996,8 @@ def warmup_ranges(cfg: Config) -> list[range]:
 
 
 # ============================================================================================================
-# 4  Helpers. A user's errors; labels in traces; compilation; dtypes; nests of tensors, packed for one copy.
+# 5  Helpers. A user's errors; labels in traces; compiled functions; dtypes; nests of tensors, packed for one
+#    copy.
 # ============================================================================================================
 
 
@@ -914,27 +1050,6 @@ def compiled(function: Callable) -> Callable:
         return COMPILER(function)(*args, **kwargs)
 
     return call
-
-
-def compiler_of(cfg: Config) -> Callable | None:
-    """Returns the COMPILER for this config; None without cfg.compile."""
-    if not cfg.compile:
-        return None
-    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    # These arguments of GPT.trunk vary without a new graph; only dense attention needs one for each window.
-    # Another size or number that varies by step must be named here, or each of its values compiles anew.
-    torch.compiler.config.dynamic_sources = r"L\['(looked_up|sequence|windows)'\].*"
-
-    @cache
-    def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes. For row_adam_update that is the whole table of
-        # n-grams, 16 GB on each of 8 GPUs.
-        autotune = function.__name__ != "row_adam_update"
-        # Guards and AOTAutograd check sizes, so generated code need not.
-        options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
-        return torch.compile(function, fullgraph=True, options=options)
-
-    return compiler
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -1011,45 +1126,9 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
 
 
 # ============================================================================================================
-# 5  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
+# 6  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
+#    Segments and RowRoutes are in section 15.
 # ============================================================================================================
-
-
-# A row of a table has up to three numbers, all int32:
-#   row        its place in the whole table, as a token or a hash names it
-#   local_row  its place in its owner's block
-#   slot       its place in this rank's buffers. Every rank has all rows of most tables, so there slot = row.
-#              Of n-grams it has only the rows that it fetched: a slot is a row's place in NgramTable.cache.
-#
-# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
-
-
-class Segments(NamedTuple):
-    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
-    matrix in CSR form has them.
-    """
-
-    # (n,) int32, ascending: of a micro-batch rows, of RowRoutes local_rows. assign_slots() replaces rows of
-    # n-grams by slots, which are in no order.
-    ids: Tensor
-    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
-    perm: Tensor
-    offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
-
-
-class RowRoutes(NamedTuple):
-    """Where a table's touched rows go in an all-to-all: their gradients to their owners.
-
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
-    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
-    """
-
-    input_splits: list[int]  # how many rows this rank sends to each owner
-    output_splits: list[int]  # how many it receives, as an owner, from each rank
-    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
-    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
-    segments: Segments  # of local_rows: several ranks may send the same row
 
 
 class Batch(NamedTuple):
@@ -1065,8 +1144,8 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some documents, one after the other: what one forward and backward takes. In section 14 it is made on
-    the host.
+    """Some documents, one after the other: what one forward and backward takes. Section 19 makes it on the
+    host.
     """
 
     inputs: Tensor  # (T,) int32
@@ -1213,9 +1292,10 @@ def validate(
 
 
 # ============================================================================================================
-# 6  Model. Gates, and the parameters' shapes and initial values; GPT with its embeddings, layers and head;
-#    functions of the forward and of the loss's targets.
+# 7  Model. Layers' scalars, gates, and outputs of MUDD; GPT with its embeddings, layers and head; functions
+#    of the forward and of the loss's targets.
 # ============================================================================================================
+
 
 # The streams of the record preset, by the names that GPT.trunk saves them under:
 #
@@ -1374,126 +1454,7 @@ def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     }
 
 
-# Draws an initial value of this shape, on the CPU.
-Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
-
-
-def constant(value: float) -> Draw:
-    return lambda shape, generator: torch.full(shape, value)
-
-
-def normal(std: float) -> Draw:
-    return lambda shape, generator: std * torch.randn(shape, generator=generator)
-
-
-def uniform(gain: float, fan_in: int) -> Draw:
-    """Draws from a uniform distribution around 0, whose standard deviation is gain / sqrt(fan_in)."""
-    bound = math.sqrt(3) * gain * fan_in**-0.5
-    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-
-def given_rows(*values: list[float]) -> Draw:
-    """Draws nothing: the rows are given. Shorter ones are padded with 0, and a single one may be a vector."""
-    tensors = [torch.tensor(row) for row in values]
-    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
-
-
-def zero_second_of_pairs(draw_all: Draw) -> Draw:
-    """Sets the second matrix of every pair to 0, so that a layer begins without MLP."""
-
-    def draw(shape, generator):
-        value = draw_all(shape, generator)
-        value[1::2] = 0
-        return value
-
-    return draw
-
-
-def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
-    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
-
-    One with a size of 0 is of a technique that is off: it does not exist.
-    """
-    d = cfg.dim
-    H = cfg.heads
-    D = cfg.head_dim
-    L = len(cfg.layers)
-    V = cfg.padded_vocab
-    attending = [layer for layer in cfg.layers if layer.attention]
-    narrow = sum(layer.narrow_qk for layer in attending)
-    wide = len(attending) - narrow
-    mlps = sum(layer.mlps for layer in cfg.layers)
-    value_tables = sum(layer.value for layer in attending)
-    value_gates = sum(layer.value and not layer.mudd for layer in attending)
-    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The mix before the head weighs each stream as a whole and by groups of its channels.
-    biases = small_mlp_biases(cfg)
-    streams = len(lm_head_stream_biases(cfg))
-    mudd_biases = max(len(MUDD_OUTPUTS), streams)
-    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
-    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
-    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
-    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
-    zeros = constant(0.0)
-    # Each layer's factors of its QKV and of its output product. Queries and keys are normed, so only values
-    # feel the first. Then the factor of the smear, and the skip's before its sigmoid.
-    scalars = [0.5, 1.0] * L + [0.0, -1.5]
-    return {
-        # Two heads' queries, or keys, are one matrix, which ANVIL orthogonalizes as a whole.
-        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
-        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
-        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
-        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), zero_second_of_pairs(uniform(0.5, d))),
-        "scalars": ((2 * L + 2,), given_rows(scalars)),
-        "smear_gate": ((1, GATE_DIM), zeros),
-        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
-        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
-        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
-        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
-        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
-        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
-        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
-        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
-        "post_lambdas": ((L, 2), constant(1.0)),
-        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
-        "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
-        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
-        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
-        "lm_head": ((d, V), normal(0.005)),
-        "bigram_embed": ((bigrams, d), zeros),
-        "value_embeds": ((V, value_tables, d), normal(0.01)),
-        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
-    }
-
-
-def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter that this model has, in the order of cfg.params.
-
-    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
-    """
-    inits = param_inits(cfg)
-    names = {spec.name for spec in PARAMS}
-    require(names <= inits.keys(), f"PARAMS has {names - inits.keys()}: give each a line of param_inits()")
-    require(names == inits.keys(), f"param_inits() has {inits.keys() - names}: give each a row of PARAMS")
-    shapes = {}
-    for spec in cfg.params:
-        shape, _ = inits[spec.name]
-        if all(shape):
-            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
-            shapes[spec.name] = (first, *shape[1:])
-    return shapes
-
-
-def used_specs(cfg: Config) -> list[ParamSpec]:
-    """Returns the rows of PARAMS, as the settings have them, of the parameters that this model has."""
-    shapes = param_shapes(cfg, 1)
-    return [spec for spec in cfg.params if spec.name in shapes]
-
-
-def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
-    """Returns a parameter's initial value, drawn on the CPU and without padding."""
-    shape, draw = param_inits(cfg)[name]
-    return draw(shape, seeded(name, seed))
+# ---- GPT ---------------------------------------------------------------------------------------------------
 
 
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
@@ -2187,8 +2148,8 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 
 
 # ============================================================================================================
-# 7  Gradients. Linear layers and MLPs, whose backwards write their weights' gradients into main_grad. FP8
-#    and the activation are in section 8.
+# 8  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad. The
+#    MLP is in section 9.
 # ============================================================================================================
 
 
@@ -2271,52 +2232,13 @@ def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
     return Linear.apply(x, weight, weight.w, transposed)
 
 
-class MLP(torch.autograd.Function):
-    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
-
-    relu_square() says how to write another activation.
-
-    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
-    Gradients pass straight through the roundings, but a square that becomes 0 has none.
-    """
-
-    @staticmethod
-    def forward(ctx, h, weights, fc_w, proj_w, backend, fp8):
-        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
-        if fp8 is None:
-            square = backend.relu_square(h, fc_w)
-            ctx.save_for_backward(h, square, fc_w, proj_w)
-            return square @ proj_w
-        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
-        square8, square8_T = backend.relu_square_fp8(h8, fp8)
-        ctx.save_for_backward(h8_T, square8, square8_T)
-        proj8_T = fp8.weights_T[1]
-        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, dy):
-        backend, fp8 = ctx.backend, ctx.fp8
-        to_fc, to_proj = ctx.weights
-        if fp8 is None:
-            h, square, fc_w, proj_w = ctx.saved_tensors
-            da = backend.relu_square_grad(dy, proj_w, square)
-            return da @ fc_w, None, to_fc.deliver_grad(da, h), to_proj.deliver_grad(square, dy), None, None
-        h8_T, square8, square8_T = ctx.saved_tensors
-        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
-        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
-        fc8_T = fp8.weights_T[0]
-        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
-        dfc = to_fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
-        dproj = to_proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
-        return dh, None, dfc, dproj, None, None
-
-
 # ============================================================================================================
-# 8  Operations. Of each: its formula, its form in plain torch, and, where it has one, its Triton kernel and
-#    what launches that, with the arguments and results of the plain form. Last, the Backend: a run's choice.
+# 9  Layers. Of each operation: its formula, its form in plain torch, and, where it has one, its Triton
+#    kernel, with what launches that for the arguments of the plain form. The Backend (section 18) chooses.
 # ============================================================================================================
 
-# ---- RMSNorm, sums of streams, rotary embedding -----------------------------------------------------------
+
+# ---- RMSNorm, sums of streams, rotary embedding ------------------------------------------------------------
 
 
 def use_eager_form(x: Tensor) -> bool:
@@ -2596,233 +2518,47 @@ def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.con
     return total
 
 
-# ---- FP8: scales, casts, products --------------------------------------------------------------------------
-
-# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
-# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
-# needed in two layouts, x and x^T.
-E4M3_MAX = 448.0  # more digits: activations and weights
-E5M2_MAX = 57344.0  # more range: gradients
-
-# The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
-# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
-# gradients have the scale FP8_GRAD times loss_share, a factor of the losses.
-FP8_X = 100 / E4M3_MAX
-FP8_W = 2 / E4M3_MAX
-FP8_GRAD = 0.75 / 8 / E4M3_MAX  # as record 92 has it, though the gradients are e5m2
-
-# The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
-# width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
-# largest number. Activations change more from step to step than gradients, weights less.
-FP8_H = 2**-4
-FP8_DY = 2**-6
-FP8_ACT_MARGIN = 1.80
-FP8_GRAD_MARGIN = 1.25
-FP8_WEIGHT_MARGIN = 1.12
-FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, outgrow FP8_WEIGHT_MARGIN in a step
-FP8_LEAST = 1e-12  # a smaller maximum of a weight counts as this; others then leave their scale as it is
+# ---- MLP: squared ReLU -------------------------------------------------------------------------------------
 
 
-# Where FP8MLP.scales has the scale of each tensor: a row for the input, the weight and the result of
-# relu_square_fp8, a column for the forward and one for the backward.
-INPUT, WEIGHT, RESULT = 0, 1, 2
-FP8_SCALES = {
-    "h": (INPUT, 0),
-    "dy": (INPUT, 1),
-    "fc": (WEIGHT, 0),
-    "proj": (WEIGHT, 1),
-    "square": (RESULT, 0),
-    "da": (RESULT, 1),
-}
-# For kernels: how many scales lie before these rows.
-WEIGHT_AT = tl.constexpr(2 * WEIGHT)
-RESULT_AT = tl.constexpr(2 * RESULT)
+class MLP(torch.autograd.Function):
+    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
 
+    relu_square() says how to write another activation.
 
-class FP8MLP(NamedTuple):
-    """An MLP's weights in FP8, and the scales of what it computes with; until split(), all MLPs', stacked.
-
-    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
+    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
+    Gradients pass straight through the roundings, but a square that becomes 0 has none.
     """
 
-    weights: Tensor  # fc and proj (2, F, d), e4m3
-    weights_T: Tensor  # (2, d, F)
-    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALES
-    # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
-    amax: Tensor
-    i: int = 0  # which MLP this is
+    @staticmethod
+    def forward(ctx, h, weights, fc_w, proj_w, backend, fp8):
+        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
+        if fp8 is None:
+            square = backend.relu_square(h, fc_w)
+            ctx.save_for_backward(h, square, fc_w, proj_w)
+            return square @ proj_w
+        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
+        square8, square8_T = backend.relu_square_fp8(h8, fp8)
+        ctx.save_for_backward(h8_T, square8, square8_T)
+        proj8_T = fp8.weights_T[1]
+        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
 
-    def split(self) -> Iterator[FP8MLP]:
-        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
-        tensor a part begins that a Triton kernel changes.
-        """
-        parts = zip(self.weights, self.weights_T, self.scales)
-        for i, (weights, weights_T, scales) in enumerate(parts):
-            yield FP8MLP(weights, weights_T, scales, self.amax, i)
-
-    def scale(self, name: str) -> Tensor:
-        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
-        return self.scales[FP8_SCALES[name]]
-
-
-@compiled
-def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x / scale, rounded to nearest, saturating, contiguous."""
-    fp8_max = torch.finfo(dtype).max
-    x = (x.float() / scale).clamp(-fp8_max, fp8_max)
-    return x.to(dtype, memory_format=torch.contiguous_format)
-
-
-def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns to_fp8 of x (..., n, m), and of its transpose."""
-    return to_fp8(x, scale, dtype), to_fp8(x.mT, scale, dtype)
-
-
-@jit
-def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
-    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need an M that 16 divides.
-    As M is rounded here, the compiler knows that, too, and stores 16 bytes at once.
-
-    The tile is converted twice, once for each store. If one conversion served both, a fault of ptxas 12.8
-    could leave some bytes of the first store transposed, too.
-    """
-    M = M // 16 * 16
-    codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
-    offs, mask = tile_offsets(rows, cols, M, N)
-    tl.store(out + offs, codes.to(out.dtype.element_ty), mask=mask)
-    offs_T, mask_T = tile_offsets(cols, rows, N, M)
-    # tl.where changes only what is not stored. It keeps compilers from merging this conversion with the
-    # first.
-    codes_T = tl.trans(tl.where(mask, codes, 0.0).to(out.dtype.element_ty))
-    tl.store(out_T + offs_T, codes_T, mask=mask_T)
-
-
-# The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
-@jit(do_not_specialize_on_alignment=["scale"])
-def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
-    """Converts a tile of x times 1 / scale. That is exact if the scale is a power of 2: those of h and dy
-    are, if a rank's number of micro-batches is.
-    """
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    offs, mask = tile_offsets(rows, cols, M, N)
-    codes = load_fp32(x + offs, mask) * (1 / tl.load(scale))
-    store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
-
-
-CAST_TILES = dict(BLOCK=64, num_warps=4)
-
-
-def triton_cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    M, N = x.shape
-    out = x.new_empty(M, N, dtype=dtype)
-    out_T = x.new_empty(N, M, dtype=dtype)
-    grid = triton.cdiv(M, CAST_TILES["BLOCK"]), triton.cdiv(N, CAST_TILES["BLOCK"])
-    fp8_max = int(torch.finfo(dtype).max)
-    cast_and_transpose_kernel[grid](x.contiguous(), scale, out, out_T, M, N, fp8_max, **CAST_TILES)
-    return out, out_T
-
-
-def fp8_matmul(
-    a: Tensor,
-    b: Tensor,
-    scales: Sequence[Tensor],
-    dtype: torch.dtype,
-    fast: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
-
-    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
-    """
-    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
-    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
-
-
-def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), a copy of the same bytes.
-
-    The head's factors are converted so, without Backend.cast_and_transpose.
-    """
-    x8 = to_fp8(x, scale, torch.float8_e4m3fn)
-    return x8, transposed_copy(x8)
-
-
-@compiled
-def fp8_mlp_weights(out: list[Tensor], bank: Tensor, scales: Tensor, previous_amax: Tensor) -> None:
-    """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
-
-    Writes FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
-    `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2),
-    with room for growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to
-    the bank's dtype (compiled code may skip that rounding).
-    """
-    weights = bank.unflatten(0, (-1, 2))
-    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
-    exact = (amax / E4M3_MAX).to(bank.dtype).float()
-    delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
-    scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
-    scales[:, WEIGHT] = scale  # of fc and proj
-    previous_amax.copy_(amax)
-    torch._foreach_copy_(out, cast_and_transpose(weights, scale, torch.float8_e4m3fn))
-
-
-class FP8MLPState:
-    """The MLPs' weights in FP8 and their scales, from step to step, at fixed addresses.
-
-    Losses are divided by a rank's micro-batches, so the scales of gradients are too: codes are the same for
-    any number of ranks.
-    """
-
-    def __init__(self, cfg: Config, world_size: int, device: torch.device):
-        mlps = sum(layer.mlps for layer in cfg.layers)
-        empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
-        # FP8MLP.weights and .weights_T of every MLP
-        self.weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
-        dy_scale = FP8_DY * world_size / num_microbatches(cfg, world_size)
-        scales = torch.ones(3, 2, device=device)  # all but those of h and dy follow maxima later
-        scales[FP8_SCALES["h"]] = FP8_H
-        scales[FP8_SCALES["dy"]] = dy_scale
-        scales[FP8_SCALES["da"]] = dy_scale
-        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
-        scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
-        self.scales = scales[:, :, :, :1]  # FP8MLP.scales of every MLP
-        self.amax = torch.zeros(mlps, 2, device=device)  # FP8MLP.amax
-        self.weight_amax = torch.zeros(mlps, 2, device=device)  # of fc and proj, in the step before
-        margins = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]
-        self.margins = torch.tensor(margins, device=device)  # of square and da
-
-    @torch.no_grad()
-    def begin_step(self, bank: Tensor, exact: bool) -> FP8MLP:
-        """Converts mlp_bank to FP8, for all forwards of a step. Returns the MLPs stacked, in the same memory
-        at every step.
-
-        exact: the weights' scales fit these weights, not those of the step before and a margin.
-        """
-        if exact:
-            self.weight_amax.zero_()
-        fp8_mlp_weights(self.weights, bank[: 2 * len(self.amax)], self.scales, self.weight_amax)
-        weights, weights_T = self.weights
-        return FP8MLP(weights, weights_T, self.scales, self.amax.zero_())
-
-    def end_step(self, amax: Tensor) -> None:
-        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2).
-
-        These are over all ranks, so that scales do not depend on how micro-batches are spread.
-        """
-        scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
-        # 0, infinity and NaN leave the scale. In step 0 all of da is 0, because proj is.
-        is_known = (amax > FP8_LEAST) & (amax < math.inf)
-        scales.copy_(torch.where(is_known, amax * self.margins, scales))
-
-
-@cache
-def device_scalar(value: float, device: torch.device) -> Tensor:
-    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
-    return torch.full((), value, device=device)
-
-
-# ---- Squared ReLU ------------------------------------------------------------------------------------------
+    @staticmethod
+    def backward(ctx, dy):
+        backend, fp8 = ctx.backend, ctx.fp8
+        to_fc, to_proj = ctx.weights
+        if fp8 is None:
+            h, square, fc_w, proj_w = ctx.saved_tensors
+            da = backend.relu_square_grad(dy, proj_w, square)
+            return da @ fc_w, None, to_fc.deliver_grad(da, h), to_proj.deliver_grad(square, dy), None, None
+        h8_T, square8, square8_T = ctx.saved_tensors
+        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
+        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
+        fc8_T = fp8.weights_T[0]
+        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
+        dfc = to_fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = to_proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        return dh, None, dfc, dproj, None, None
 
 
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
@@ -2988,13 +2724,254 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
     return out, out_T
 
 
-# ---- Softcapped cross-entropy, also of a mixture with the copy pointer -------------------------------------
+# ============================================================================================================
+# 10  FP8. Scales, casts, products.
+#
+# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
+# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
+# needed in two layouts, x and x^T.
+# ============================================================================================================
 
+
+E4M3_MAX = 448.0  # more digits: activations and weights
+E5M2_MAX = 57344.0  # more range: gradients
+
+# The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
+# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
+# gradients have the scale FP8_GRAD times loss_share, a factor of the losses.
+FP8_X = 100 / E4M3_MAX
+FP8_W = 2 / E4M3_MAX
+FP8_GRAD = 0.75 / 8 / E4M3_MAX  # as record 92 has it, though the gradients are e5m2
+
+# The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
+# width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
+# largest number. Activations change more from step to step than gradients, weights less.
+FP8_H = 2**-4
+FP8_DY = 2**-6
+FP8_ACT_MARGIN = 1.80
+FP8_GRAD_MARGIN = 1.25
+FP8_WEIGHT_MARGIN = 1.12
+FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, outgrow FP8_WEIGHT_MARGIN in a step
+FP8_LEAST = 1e-12  # a smaller maximum of a weight counts as this; others then leave their scale as it is
+
+
+# Where FP8MLP.scales has the scale of each tensor: a row for the input, the weight and the result of
+# relu_square_fp8, a column for the forward and one for the backward.
+INPUT, WEIGHT, RESULT = 0, 1, 2
+FP8_SCALES = {
+    "h": (INPUT, 0),
+    "dy": (INPUT, 1),
+    "fc": (WEIGHT, 0),
+    "proj": (WEIGHT, 1),
+    "square": (RESULT, 0),
+    "da": (RESULT, 1),
+}
+# For kernels: how many scales lie before these rows.
+WEIGHT_AT = tl.constexpr(2 * WEIGHT)
+RESULT_AT = tl.constexpr(2 * RESULT)
+
+
+class FP8MLP(NamedTuple):
+    """An MLP's weights in FP8, and the scales of what it computes with; until split(), all MLPs', stacked.
+
+    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
+    """
+
+    weights: Tensor  # fc and proj (2, F, d), e4m3
+    weights_T: Tensor  # (2, d, F)
+    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALES
+    # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
+    amax: Tensor
+    i: int = 0  # which MLP this is
+
+    def split(self) -> Iterator[FP8MLP]:
+        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
+        tensor a part begins that a Triton kernel changes.
+        """
+        parts = zip(self.weights, self.weights_T, self.scales)
+        for i, (weights, weights_T, scales) in enumerate(parts):
+            yield FP8MLP(weights, weights_T, scales, self.amax, i)
+
+    def scale(self, name: str) -> Tensor:
+        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
+        return self.scales[FP8_SCALES[name]]
+
+
+@compiled
+def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x / scale, rounded to nearest, saturating, contiguous."""
+    fp8_max = torch.finfo(dtype).max
+    x = (x.float() / scale).clamp(-fp8_max, fp8_max)
+    return x.to(dtype, memory_format=torch.contiguous_format)
+
+
+def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns to_fp8 of x (..., n, m), and of its transpose."""
+    return to_fp8(x, scale, dtype), to_fp8(x.mT, scale, dtype)
+
+
+@jit
+def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
+    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need an M that 16 divides.
+    As M is rounded here, the compiler knows that, too, and stores 16 bytes at once.
+
+    The tile is converted twice, once for each store. If one conversion served both, a fault of ptxas 12.8
+    could leave some bytes of the first store transposed, too.
+    """
+    M = M // 16 * 16
+    codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
+    offs, mask = tile_offsets(rows, cols, M, N)
+    tl.store(out + offs, codes.to(out.dtype.element_ty), mask=mask)
+    offs_T, mask_T = tile_offsets(cols, rows, N, M)
+    # tl.where changes only what is not stored. It keeps compilers from merging this conversion with the
+    # first.
+    codes_T = tl.trans(tl.where(mask, codes, 0.0).to(out.dtype.element_ty))
+    tl.store(out_T + offs_T, codes_T, mask=mask_T)
+
+
+# The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
+@jit(do_not_specialize_on_alignment=["scale"])
+def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    """Converts a tile of x times 1 / scale. That is exact if the scale is a power of 2: those of h and dy
+    are, if a rank's number of micro-batches is.
+    """
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs, mask = tile_offsets(rows, cols, M, N)
+    codes = load_fp32(x + offs, mask) * (1 / tl.load(scale))
+    store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
+
+
+CAST_TILES = dict(BLOCK=64, num_warps=4)
+
+
+def triton_cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    out = x.new_empty(M, N, dtype=dtype)
+    out_T = x.new_empty(N, M, dtype=dtype)
+    grid = triton.cdiv(M, CAST_TILES["BLOCK"]), triton.cdiv(N, CAST_TILES["BLOCK"])
+    fp8_max = int(torch.finfo(dtype).max)
+    cast_and_transpose_kernel[grid](x.contiguous(), scale, out, out_T, M, N, fp8_max, **CAST_TILES)
+    return out, out_T
+
+
+def fp8_matmul(
+    a: Tensor,
+    b: Tensor,
+    scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
+
+    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
+    """
+    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
+    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
+
+
+def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), a copy of the same bytes.
+
+    The head's factors are converted so, without Backend.cast_and_transpose.
+    """
+    x8 = to_fp8(x, scale, torch.float8_e4m3fn)
+    return x8, transposed_copy(x8)
+
+
+def transposed_copy(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    write_transpose(out := x.new_empty(x.T.shape), x)
+    return out
+
+
+@compiled
+def fp8_mlp_weights(out: list[Tensor], bank: Tensor, scales: Tensor, previous_amax: Tensor) -> None:
+    """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
+
+    Writes FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
+    `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2),
+    with room for growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to
+    the bank's dtype (compiled code may skip that rounding).
+    """
+    weights = bank.unflatten(0, (-1, 2))
+    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
+    exact = (amax / E4M3_MAX).to(bank.dtype).float()
+    delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
+    scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
+    scales[:, WEIGHT] = scale  # of fc and proj
+    previous_amax.copy_(amax)
+    torch._foreach_copy_(out, cast_and_transpose(weights, scale, torch.float8_e4m3fn))
+
+
+class FP8MLPState:
+    """The MLPs' weights in FP8 and their scales, from step to step, at fixed addresses.
+
+    Losses are divided by a rank's micro-batches, so the scales of gradients are too: codes are the same for
+    any number of ranks.
+    """
+
+    def __init__(self, cfg: Config, world_size: int, device: torch.device):
+        mlps = sum(layer.mlps for layer in cfg.layers)
+        empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
+        # FP8MLP.weights and .weights_T of every MLP
+        self.weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
+        dy_scale = FP8_DY * world_size / num_microbatches(cfg, world_size)
+        scales = torch.ones(3, 2, device=device)  # all but those of h and dy follow maxima later
+        scales[FP8_SCALES["h"]] = FP8_H
+        scales[FP8_SCALES["dy"]] = dy_scale
+        scales[FP8_SCALES["da"]] = dy_scale
+        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
+        scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
+        self.scales = scales[:, :, :, :1]  # FP8MLP.scales of every MLP
+        self.amax = torch.zeros(mlps, 2, device=device)  # FP8MLP.amax
+        self.weight_amax = torch.zeros(mlps, 2, device=device)  # of fc and proj, in the step before
+        margins = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]
+        self.margins = torch.tensor(margins, device=device)  # of square and da
+
+    @torch.no_grad()
+    def begin_step(self, bank: Tensor, exact: bool) -> FP8MLP:
+        """Converts mlp_bank to FP8, for all forwards of a step. Returns the MLPs stacked, in the same memory
+        at every step.
+
+        exact: the weights' scales fit these weights, not those of the step before and a margin.
+        """
+        if exact:
+            self.weight_amax.zero_()
+        fp8_mlp_weights(self.weights, bank[: 2 * len(self.amax)], self.scales, self.weight_amax)
+        weights, weights_T = self.weights
+        return FP8MLP(weights, weights_T, self.scales, self.amax.zero_())
+
+    def end_step(self, amax: Tensor) -> None:
+        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2).
+
+        These are over all ranks, so that scales do not depend on how micro-batches are spread.
+        """
+        scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
+        # 0, infinity and NaN leave the scale. In step 0 all of da is 0, because proj is.
+        is_known = (amax > FP8_LEAST) & (amax < math.inf)
+        scales.copy_(torch.where(is_known, amax * self.margins, scales))
+
+
+@cache
+def device_scalar(value: float, device: torch.device) -> Tensor:
+    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    return torch.full((), value, device=device)
+
+
+# ============================================================================================================
+# 11  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
+#
 # softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
 # in validation, GPT.next_token_probs the probabilities for samples. Another mixture is an edit of mixture(),
 # and of the gradients in softcap_loss and its kernel. A term of training alone, such as a z-loss, is one of
 # softcap_loss, with and without the pointer, and of its kernel. Its factor must be a multiple of
 # loss_weights[0], which contains loss_share.
+# ============================================================================================================
+
+
+# ---- Cross-entropy and the mixture -------------------------------------------------------------------------
 
 
 def mixture(
@@ -3514,255 +3491,18 @@ def triton_pointer_grad(
     return PointerInputs(dq, dk, probs[1] * (probs_grad[1] - mean))
 
 
-# ---- Rows of tables: sums of looked-up rows, sums of their gradients ---------------------------------------
-
-
-@compiled
-def gather_rows(
-    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
-) -> None:
-    """out[i] = the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
-
-    table (N, w); ids and sign_ids (K, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
-    k, in at least fp32, and rounded once.
-    """
-
-    def term(k: int) -> Tensor:  # (n, w)
-        rows = upcast(table[ids[k]])
-        if sign_ids is None:
-            return rows
-        return rows * signs[sign_ids[k]]
-
-    total = term(0)
-    for k in range(1, len(ids)):
-        total = total + term(k)
-    out.copy_(total)
-
-
-def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
-    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
-
-    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
-    rounded once.
-    """
-    out = out.flatten(1)
-    ids = segments.ids.long()
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    by_row = grad.flatten(1)[segments.perm].to(dtype)
-    if signs is not None and segments.sign_ids is not None:
-        by_row *= signs[segments.sign_ids]
-    sums = torch.segment_reduce(by_row, "sum", lengths=segments.offsets.diff().long(), unsafe=True)
-    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
-
-
-@jit
-def segment_sum_rows_kernel(
-    out,
-    grad,
-    ids,
-    perm,
-    offsets,
-    sign_ids,
-    signs,
-    columns,
-    grad_stride,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Sums a chunk of a row over its positions, in their order. UNROLL loads are in flight.
-
-    All chunks of a row begin before the next row's. In GPT-2's vocabulary frequent tokens have low rows, so
-    the rows with the most positions begin first, and no other block waits for them at the end.
-    """
-    chunks = tl.cdiv(columns, BLOCK)
-    i = tl.program_id(0) // chunks
-    cols = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    # Unrolled once more: in long rows the next loads begin before all of these have arrived.
-    for start in tl.range(first, last, UNROLL, loop_unroll_factor=4):
-        for k in tl.static_range(UNROLL):
-            at = start + k
-            pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
-            mask = cols < tl.where(at < last, columns, 0)
-            part = load_fp32(grad + pos * grad_stride + cols, mask)
-            if sign_ids is not None:
-                row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
-                part *= load_fp32(signs + row * columns + cols, mask)
-            total += part
-    out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
-    total += load_fp32(out_ptrs, cols < columns)
-    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
-
-
-SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
-
-
-def triton_segment_sum_rows(
-    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
-) -> None:
-    if not len(segments.ids):
-        return
-    out, grad = out.flatten(1), grad.flatten(1)
-    columns = out.size(1)
-    grid = (len(segments.ids) * triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"]),)
-    segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
-
-
-# ---- Transposes and sums without kernels -------------------------------------------------------------------
-
-
-@compiled
-def write_transpose(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
-
-
-def transposed_copy(x: Tensor) -> Tensor:
-    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    write_transpose(out := x.new_empty(x.T.shape), x)
-    return out
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
-        out[:, columns.long()] += x
-    else:
-        out.index_add_(1, columns, x)
-
-
-# ---- CUDA graphs -------------------------------------------------------------------------------------------
-
-
-class CUDAGraphs:
-    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
-
-    Calls are the same if their arguments are: tensors count by address and shape, all else by value. The
-    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
-    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
-    argument. Results lie where the captured call's did, until the next replay.
-    """
-
-    def __init__(self, enabled: bool):
-        self.pool = torch.cuda.graph_pool_handle() if enabled else None
-        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
-
-    def run(self, state: tuple, function: Callable, **arguments):
-        """Returns function(**arguments). state: what it reads on the host besides its arguments."""
-        call = partial(function, **arguments)
-        if self.pool is None or TRACING:  # a trace has the launches one by one
-            return call()
-        known_by = [state, function]
-        for x in tree_leaves(arguments):
-            if isinstance(x, Tensor):
-                x = x.data_ptr(), x.shape
-            known_by.append(x)
-        key = tuple(known_by)
-        if key not in self.captured:
-            self.captured[key] = None
-            return call()
-        if self.captured[key] is None:
-            graph = torch.cuda.CUDAGraph()
-            # In the meantime the thread that builds batches may page-lock memory.
-            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                results = call()
-            self.captured[key] = graph, results
-        graph, results = self.captured[key]
-        graph.replay()
-        return results
-
-
-# ---- The backend of a run ----------------------------------------------------------------------------------
-
-
-class Backend(NamedTuple):
-    """A run's implementations of operations. Others, such as norm and add_columns, choose by themselves
-    between forms that differ in rounding only.
-    """
-
-    attention: Callable = dense_attention
-    relu_square: Callable = relu_square
-    relu_square_grad: Callable = relu_square_grad
-    relu_square_fp8: Callable = relu_square_fp8
-    cast_and_transpose: Callable = cast_and_transpose
-    softcap_loss: Callable = softcap_loss
-    pointer: Callable = pointer
-    pointer_grad: Callable = pointer_grad
-    segment_sum_rows: Callable = segment_sum_rows  # Exchange has it, too
-    fp8: bool = False
-    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
-
-
-TORCH_BACKEND = Backend()
-
-KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the operations that it does
-    "relu_square": {
-        "relu_square": triton_relu_square,
-        "relu_square_grad": triton_relu_square_grad,
-        "relu_square_fp8": triton_relu_square_fp8,
-    },
-    "cast_and_transpose": {"cast_and_transpose": triton_cast_and_transpose},
-    "softcap_loss": {"softcap_loss": triton_softcap_loss},
-    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
-    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
-}
-
-
-def select_backend(cfg: Config, device: torch.device) -> Backend:
-    """Returns the implementations that the config names. Of these only cfg.bf16_mlp falls back in silence.
-
-    Raises UserError with the first reason against them here, and a setting that avoids it.
-    """
-    on_gpu = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    too_old = capability < (8, 0)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    kernel_dtype = "float32" if interpreted else "bfloat16"
-    lacks_kernels = triton is None or too_old and not interpreted
-    require(
-        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
-        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
-        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
-    )
-    require(
-        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
-        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
-    )
-    # dense_attention keeps its bias from layer to layer, and a graph would keep it for ever.
-    has_graphs = on_gpu and cfg.attention_impl != "dense"
-    require(
-        has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
-    )
-    require(
-        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
-        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
-        "bfloat16; use --set attention_impl=dense",
-    )
-    require(
-        not cfg.fp8 or not on_gpu or capability >= (8, 9),
-        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
-    )
-    chosen: dict = {}
-    for kernel in cfg.kernels:
-        chosen |= KERNELS[kernel]
-    if cfg.attention_impl != "dense":
-        chosen["attention"] = flash_attention
-    if cfg.attention_impl == "fa3":
-        fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
-        with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
-    if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
-        chosen["mlp_dtype"] = torch.bfloat16
-    return Backend(**chosen, fp8=cfg.fp8)
-
-
 # ============================================================================================================
-# 9  Optimizer. Has the objects of section 10, and runs their scatter, work and gather in explicit orders.
+# 12  Optimizer. Has the objects of section 13 and the table of n-grams, and runs their scatter, work and
+#    gather in explicit orders. In a step:
+#
+#                   ShardedParam's subclasses                   NgramTable
+#    forward        wait: values are complete                   wait: the fetched rows are here
+#    backward       LMHead.add_product, BankWeight's            Optimizer.add_rows
+#                   deliver_grad, autograd of small ones; then
+#                   end_backward; then add_rows of embeddings
+#    scatter        scatter: the mean over ranks begins         scatter
+#    work           update, by the mean; clear: a new sum       update; clear
+#    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
 # ============================================================================================================
 
 
@@ -3919,18 +3659,9 @@ class Optimizer:
 
 
 # ============================================================================================================
-# 10  Parameters. One object for each bank, each table, lm_head, each vector of small parameters, and
-#    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
-#    update changes:
-#
-#                   ShardedParam's subclasses                   NgramTable
-#    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       LMHead.add_product, BankWeight's            Optimizer.add_rows
-#                   deliver_grad, autograd of small ones; then
-#                   end_backward; then add_rows of tables
-#    scatter        scatter: the mean over ranks begins         scatter
-#    work           update, by the mean; clear: a new sum       update; clear
-#    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
+# 13  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
+#    owns the gradient, from the backward that adds to it to the gather of what its update changes: section
+#    12 has a table of what is called when.
 # ============================================================================================================
 
 
@@ -4153,7 +3884,7 @@ class EmbeddingParam(ShardedParam):
             return super().scatter()
         rows = self.take_rows()  # first: reduce_rows() writes their means to a part of the same main_grad
         out = self.exchange.block(self.main_grad)
-        return self.exchange.reduce_rows(self.name, rows, self.routes, out)
+        return reduce_rows(self.exchange, self.name, rows, self.routes, out)
 
     def clear(self) -> None:
         if self.spec.exchange == "reduce_scatter":
@@ -4205,385 +3936,29 @@ class LMHead(DenseParam):
             embed.state[key].copy_(value)
 
 
+@compiled
+def write_transpose(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
+
+
 # By ParamSpec.kind; small parameters are packed.
 PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam}
 
 
 # ============================================================================================================
-# 11  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
-#
-# It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
-# rows that these steps read are fetched once, before the first of them, and their gradients return once,
-# after the last:
-#
-# 1. While earlier steps train, the thread that builds batches hashes n-grams to rows (hash_ngrams), finds the
-#    distinct ones (make_segments), and tells their owners (route_interval).
-# 2. start_fetch: owners send these rows, which come to slots of `cache`.
-# 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_rows adds their
-#    gradients to main_grad, at the same slots.
-# 4. scatter, after the last of the steps: gradients go to the owners, which take their means in rank order.
-# 5. update: owners change their rows by row_adam. Then 2 follows, for the next steps.
-#
-# Sharded rows, and ids that are known ahead, so that no row is stale, are from recommenders (TorchRec,
-# arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in language models from
-# modded-nanogpt PRs 360 and 366 and nanochat PR 854.
-# ============================================================================================================
-
-# ---- From tokens to rows -----------------------------------------------------------------------------------
-
-HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
-
-
-def hash_ngrams(
-    tokens: np.ndarray, ngrams: Ngrams, sign_rows: int, bos_id: int
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for T tokens.
-
-    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each of the K
-    orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole n-gram:
-    they share the range's last row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3
-    (Appleby 2011), in uint32, which wraps. N-grams cross document starts: masking them was slower and no
-    better.
-    """
-    T = len(tokens)
-    ids = tokens.astype(np.uint32)
-    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
-    h = np.empty((ngrams.rows_per_token, T), np.uint32)
-    for n in range(1, max(ngrams.orders) + 1):
-        polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
-        polynomial *= HASH_MULTIPLIER
-        if n in ngrams.orders:
-            h[ngrams.orders.index(n)] = polynomial
-    for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
-        h[i] = CONTEXTS[context](ids, bos_id)
-    sign_ids = None
-    if sign_rows:
-        upper = h * 0x27D4EB2F >> 16  # another odd factor
-        sign_ids = int32(upper * sign_rows >> 16)
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    h ^= h >> 16
-    modulus = ngrams.rows_per_order - 1  # all rows of a range but the last
-    h -= h // modulus * modulus  # NumPy's % is not vectorized
-    for i, n in enumerate(ngrams.orders):
-        h[i, : n - 1] = modulus
-    h += np.arange(len(h), dtype=np.uint32)[:, None] * ngrams.rows_per_order
-    return int32(h), sign_ids
-
-
-# ---- Routes and slots --------------------------------------------------------------------------------------
-
-
-def route_interval(exchange: Exchange, batches: list[Batch]) -> list[Batch]:
-    """Routes the rows of n-grams that batches from one update to the next read. Returns these batches: the
-    first has the routes, and all micro-batches have their slots.
-    """
-    distinct_rows = []  # of each micro-batch
-    for batch in batches:
-        for unpacked in batch.micro_batches:
-            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
-    merged = make_segments(torch.cat(distinct_rows))
-    routes, slots = route_ngrams(exchange, merged.ids.numpy())
-    # The slots of all of distinct_rows, in their order.
-    slots = list_ids(merged._replace(ids=slots), (-1,))
-    remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
-    routed = []
-    for batch in batches:
-        with_slots = []
-        for unpacked in batch.micro_batches:
-            with_slots.append(assign_slots(unpacked, next(remaining)))
-        routed.append(batch._replace(micro_batches=with_slots))
-    routed[0].routes["ngrams"] = routes
-    return routed
-
-
-def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
-    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
-
-    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
-    """
-    owner = rows % exchange.world_size
-    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
-    slots = np.empty(len(rows), np.int32)
-    slots[by_owner] = np.arange(len(rows), dtype=np.int32)
-    rows = rows[by_owner]
-    routes = exchange.route_rows("ngrams", rows, owner[by_owner], rows // exchange.world_size)
-    return routes, int32(slots)
-
-
-def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
-    segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
-    by_position = list_ids(segments, micro_batch.hashed_rows.shape)
-    segments_by_list = micro_batch.segments | {"hashed_rows": segments}
-    return micro_batch._replace(slots=by_position, segments=segments_by_list)
-
-
-# ---- The table ---------------------------------------------------------------------------------------------
-
-
-def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    ranges = cfg.ngrams.rows_per_token
-    rows = cfg.ngrams.rows_per_order
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
-    touched = ranges * min(max(cfg.ngrams.update_every) * tokens, rows)
-    block = math.ceil(ranges * rows / world_size)
-    return touched, block
-
-
-class NgramTable(Trainable):
-    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
-
-    There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
-    Rates by order need an edit of update() and row_adam() alone: each order has a range of rows.
-
-    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
-    says which rank has which row. Rows start at 0.
-    """
-
-    spec: Ngrams
-    name = "ngrams"
-    rows_by = "hashed_rows"
-    update_order = -1  # before all parameters: the next rows are fetched while those are updated
-
-    def __init__(self, cfg: Config, exchange: Exchange):
-        spec = self.spec = cfg.ngrams
-        self.exchange, self.device = exchange, exchange.device
-        slots, block = ngram_bounds(cfg, exchange.world_size)
-        # By slot: the rows that steps read until the next update, and their gradients.
-        zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
-        self.cache, self.main_grad = zeros(slots, spec.width), zeros(slots, spec.width)
-        self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
-        self.block = zeros(block, spec.width)
-        self.state = row_adam_init(self.block, acc_dtype(cfg))
-        self.saved = {"block": self.block} | self.state  # without beta2_powers, which the settings give
-        # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
-        powers = spec.beta2 ** torch.arange(cfg.steps + 1).double()
-        self.state["beta2_powers"] = powers.to(self.state["second_moment"])
-
-    @traced("rows ngrams")
-    def start_fetch(self, routes: RowRoutes) -> None:
-        """Starts to fetch the rows that the steps up to the next update read. They take the routes of their
-        gradients in reverse: owners send them to slots 0, 1, ... of the cache, which are ordered by owner.
-        """
-        self.routes = routes
-        own = self.block.index_select(0, routes.local_rows)
-        out = self.cache[: len(routes.rows)]
-        self.in_flight = self.exchange.all_to_all(
-            "rows", self.name, own, routes.output_splits, routes.input_splits, out
-        )
-
-    @traced("rows ngrams")
-    def scatter(self) -> Pending:
-        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
-        segments = self.routes.segments
-        distinct = len(segments.ids)
-        # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
-        numbers = torch.arange(distinct, dtype=torch.int32, device=self.device)
-        routes = self.routes._replace(segments=segments._replace(ids=numbers))
-        rows = self.main_grad[: len(routes.rows)]
-        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
-        return self.exchange.reduce_rows(self.name, rows, routes, out)
-
-    def update(self, grad: Tensor, plan: StepPlan) -> None:
-        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
-        row_adam(self.block, self.routes.segments.ids, grad, self.state, self.spec, plan)
-
-    def clear(self) -> None:
-        self.main_grad[: len(self.routes.rows)].zero_()
-
-    @torch.no_grad()
-    def fetch(self, rows: Tensor) -> Tensor:
-        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
-
-        Every rank must call it the same number of times: it communicates.
-        """
-        routes, slots = route_ngrams(self.exchange, rows.cpu().numpy())
-        own = self.block[routes.local_rows]
-        received = self.exchange.all_to_all(
-            "rows outside training", self.name, own, routes.output_splits, routes.input_splits
-        )
-        return received.wait()[slots]
-
-    def state_dict(self) -> dict:
-        """Returns what this rank alone has of it, all but the gradient; not copied."""
-        return self.saved
-
-
-def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
-    """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
-    if not cfg.ngrams.orders:
-        return None
-    fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
-    # What a GPU's allocator raises is a RuntimeError, too.
-    with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
-        return NgramTable(cfg, exchange)
-
-
-# ---- Its update rule ---------------------------------------------------------------------------------------
-
-
-ROW_EPS = 1e-10
-
-
-def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
-    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
-    updates, and the time of the last. A unit of time is as many steps as the first update interval has.
-    """
-    return {
-        "second_moment": table.new_zeros(len(table), dtype=dtype),
-        "last_update": table.new_zeros(len(table), dtype=torch.int32),
-        "clock": torch.zeros(2, dtype=torch.int32),
-    }
-
-
-def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
-    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
-
-        moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
-        update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
-        row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
-
-    with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval. A
-    count of updates would be wrong, because the first late update may come sooner after the last early one
-    than the late interval says.
-
-    The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
-    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
-    updates of the whole table, not of the row. So a row that is touched late for the first time takes a step
-    that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always touched. That is meant
-    (PR 360). Decay is cautious, as in adam().
-    """
-    dtype = state["second_moment"].dtype
-    interval_ratio = plan.interval_ratio(ngrams.update_every)
-    count = state["clock"][0].item() + 1
-    now = (plan.step + 1) // ngrams.update_every[0]
-    state["clock"].copy_(torch.tensor([count, now]))
-    update_beta2 = ngrams.beta2**interval_ratio
-    lr = ngrams.lr * plan.lr_mul
-    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
-    update(
-        table,
-        state["second_moment"],
-        state["last_update"],
-        rows,
-        grads,
-        state["beta2_powers"],
-        now=host_scalar(now, torch.int32),
-        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
-        step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
-        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
-    )
-
-
-@compiled
-def row_adam_update(
-    table: Tensor,
-    second_moment: Tensor,
-    last_update: Tensor,
-    rows: Tensor,
-    grads: Tensor,
-    beta2_powers: Tensor,
-    now: Tensor,
-    one_minus_beta2: Tensor,
-    step_size: Tensor,
-    decay: Tensor,
-) -> None:
-    """Computes row_adam's arithmetic, in at least fp32, the dtype of second_moment (N,).
-
-    beta2_powers[k] is beta2^k.
-    """
-    ids = rows.long()
-    decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
-    moments = decayed + one_minus_beta2 * grads.square().mean(-1)
-    second_moment.index_copy_(0, ids, moments)
-    last_update.index_copy_(0, ids, torch.zeros_like(rows) + now)
-    old = table[ids].to(grads.dtype)
-    update = step_size * grads / (moments.sqrt() + ROW_EPS)[:, None]
-    update += decay * old * (update * old > 0)
-    table.index_copy_(0, ids, (old - update).to(table.dtype))
-
-
-# ---- Contexts ----------------------------------------------------------------------------------------------
-
-# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
-# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
-
-WORD_BYTES = np.zeros(2**16, bool)
-WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
-WORD_BYTES[128:256] = True  # all of UTF-8's other characters
-NEWLINE = 10
-COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
-
-
-class SpanHash:
-    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
-
-    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
-    whatever the span's length.
-    """
-
-    def __init__(self, tokens: np.ndarray):
-        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
-        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
-        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
-        inverses[0] = 1
-        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
-
-    def __call__(self, first: np.ndarray) -> np.ndarray:
-        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
-        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
-
-
-def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers the word up to each token. All tokens outside words have one number."""
-    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
-    return SpanHash(tokens)(np.maximum.accumulate(first))
-
-
-def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
-    at = np.arange(len(tokens))
-    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
-    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
-    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
-    above = start_before + (at + 1 - line_start)
-    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
-    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
-    return (tokens + 1) * HASH_MULTIPLIER + above_token
-
-
-def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: the token to copy, and a length. 0: there is none.
-
-    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
-    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
-    """
-    at = np.arange(len(tokens))
-    starts = tokens == bos_id
-    document = np.cumsum(starts, dtype=np.uint32)
-    document_start = np.maximum.accumulate(np.where(starts, at, 0))
-    span_hash = SpanHash(tokens)
-    numbers = np.zeros_like(tokens)
-    for length in COPY_LENGTHS:
-        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
-        by_span = np.argsort(spans, kind="stable")
-        earlier, later = by_span[:-1], by_span[1:]
-        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
-        earlier, later = earlier[found], later[found]
-        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
-    return numbers
-
-
-CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
-
-
-# ============================================================================================================
-# 12  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
+# 14  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
 #     with NorMuon's scales, are in Config.bank_dtype. Another rule is init, update, and an entry of
 #     UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or a table it
 #     is some of the rows.
@@ -4906,31 +4281,238 @@ UPDATE_RULES = {
 
 
 # ============================================================================================================
-# 13  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
-#    a collective returns a Pending, whose wait() returns its result.
+# 15  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
+#    send each other the gradients of those rows alone that batches have read since the table's last update.
 #
-#    How a table row's gradient travels, for example value_embeds':
+# A row has up to three numbers, all int32:
+#   row        its place in the whole table, as a token or a hash names it
+#   local_row  its place in its owner's block
+#   slot       its place in this rank's buffers. Of an embedding every rank has all rows, so slot = row. Of
+#              the n-grams it has only the rows that it fetched, at slots of NgramTable.cache.
 #
-#    thread that       make_segments           which rows each micro-batch reads, and at which positions
-#    builds batches    Exchange.route_rows      tells every owner which of its rows are touched
-#    each backward     Optimizer.add_rows      adds the positions' gradients to their rows of main_grad
-#    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
-#                                              sums them in fp32, in rank order, in its block of main_grad
-#    work              ShardedParam.update     Adam; then clear() makes the means' rows of main_grad 0
+# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
+# How a row's gradient travels, for example value_embeds':
 #
-#        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
+#   thread that       make_segments          which rows each micro-batch reads, and at which positions
+#   builds batches    route_rows             tells every owner which of its rows are touched
+#   each backward     Optimizer.add_rows     adds the positions' gradients to their rows of main_grad
+#   scatter           reduce_rows            sends the touched rows of main_grad, as they are; the owner sums
+#                                            them in fp32, in rank order, in its block of main_grad
+#   work              ShardedParam.update    Adam; then clear() makes the means' rows of main_grad 0
 #
-#                           rank 0 touched 0, 3         rank 1 touched 1, 3
-#        local rows         1      ------->             <------- 1
-#        row gradients      g0[3]  ------->             <------- g1[1]
-#        mean               row 0 = g0[0] / 2           row 2 = 0
-#                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
+#       4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
-#    The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32,
-#    or the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
-#    dtype. Otherwise, in bf16, the division rounds once more. No rank has all rows of n-grams: what is added
-#    for them stands before NgramTable.
+#                          rank 0 touched 0, 3         rank 1 touched 1, 3
+#       local rows         1      ------->             <------- 1
+#       row gradients      g0[3]  ------->             <------- g1[1]
+#       mean               row 0 = g0[0] / 2           row 2 = 0
+#                          row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
+#
+# The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32, or
+# the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
+# dtype. Otherwise, in bf16, the division rounds once more. Section 17 has what is added for n-grams.
 # ============================================================================================================
+
+
+class Segments(NamedTuple):
+    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
+    matrix in CSR form has them.
+    """
+
+    # (n,) int32, ascending: of a micro-batch rows, of RowRoutes local_rows. assign_slots() replaces rows of
+    # n-grams by slots, which are in no order.
+    ids: Tensor
+    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    perm: Tensor
+    offsets: Tensor  # (n + 1,) int32
+    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
+
+
+class RowRoutes(NamedTuple):
+    """Where a table's touched rows go in an all-to-all: their gradients to their owners.
+
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
+    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
+    """
+
+    input_splits: list[int]  # how many rows this rank sends to each owner
+    output_splits: list[int]  # how many it receives, as an owner, from each rank
+    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
+    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
+    segments: Segments  # of local_rows: several ranks may send the same row
+
+
+def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
+    """Returns the Segments of a list of ids, int32, (T,) or (K, T) with a range of ids for each k."""
+    by_id, perm = ids.flatten().sort(stable=True)
+    distinct, counts = by_id.unique_consecutive(return_counts=True)
+    offsets = F.pad(counts.cumsum(0), (1, 0))
+    if sign_ids is not None:
+        sign_ids = sign_ids.flatten().index_select(0, perm)  # a quarter of an indexing's time
+    if ids.ndim > 1:  # a division takes as long as half a sort
+        perm %= ids.shape[-1]
+    return Segments(distinct, perm.int(), offsets.int(), sign_ids)
+
+
+def list_ids(segments: Segments, shape: Sequence[int]) -> Tensor:
+    """Returns the list, int32, (T,) or (K, T), whose segments these are: make_segments' inverse."""
+    counts = np.diff(segments.offsets.numpy())
+    by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
+    return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
+
+
+# ---- Sums of looked-up rows, sums of their gradients -------------------------------------------------------
+
+
+@compiled
+def gather_rows(
+    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
+) -> None:
+    """out[i] = the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
+
+    table (N, w); ids and sign_ids (K, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
+    k, in at least fp32, and rounded once.
+    """
+
+    def term(k: int) -> Tensor:  # (n, w)
+        rows = upcast(table[ids[k]])
+        if sign_ids is None:
+            return rows
+        return rows * signs[sign_ids[k]]
+
+    total = term(0)
+    for k in range(1, len(ids)):
+        total = total + term(k)
+    out.copy_(total)
+
+
+def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
+    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
+
+    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
+    rounded once.
+    """
+    out = out.flatten(1)
+    ids = segments.ids.long()
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    by_row = grad.flatten(1)[segments.perm].to(dtype)
+    if signs is not None and segments.sign_ids is not None:
+        by_row *= signs[segments.sign_ids]
+    sums = torch.segment_reduce(by_row, "sum", lengths=segments.offsets.diff().long(), unsafe=True)
+    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
+
+
+@jit
+def segment_sum_rows_kernel(
+    out,
+    grad,
+    ids,
+    perm,
+    offsets,
+    sign_ids,
+    signs,
+    columns,
+    grad_stride,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sums a chunk of a row over its positions, in their order. UNROLL loads are in flight.
+
+    All chunks of a row begin before the next row's. In GPT-2's vocabulary frequent tokens have low rows, so
+    the rows with the most positions begin first, and no other block waits for them at the end.
+    """
+    chunks = tl.cdiv(columns, BLOCK)
+    i = tl.program_id(0) // chunks
+    cols = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    # Unrolled once more: in long rows the next loads begin before all of these have arrived.
+    for start in tl.range(first, last, UNROLL, loop_unroll_factor=4):
+        for k in tl.static_range(UNROLL):
+            at = start + k
+            pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
+            mask = cols < tl.where(at < last, columns, 0)
+            part = load_fp32(grad + pos * grad_stride + cols, mask)
+            if sign_ids is not None:
+                row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
+                part *= load_fp32(signs + row * columns + cols, mask)
+            total += part
+    out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
+    total += load_fp32(out_ptrs, cols < columns)
+    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
+
+
+SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
+
+
+def triton_segment_sum_rows(
+    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
+) -> None:
+    if not len(segments.ids):
+        return
+    out, grad = out.flatten(1), grad.flatten(1)
+    columns = out.size(1)
+    grid = (len(segments.ids) * triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"]),)
+    segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
+
+
+# ---- Their exchange ----------------------------------------------------------------------------------------
+
+
+def route_embedding(exchange: Exchange, spec: ParamSpec, num_rows: int, rows: np.ndarray) -> RowRoutes:
+    """Routes the touched `rows` (n,) of an embedding of num_rows rows, whose blocks are consecutive rows.
+
+    With exchange=reduce_scatter all of the gradient is sent, so no rank need know what others have touched.
+    The routes then only say which rows this rank has touched, and are made as if there were one rank.
+    """
+    if spec.exchange == "reduce_scatter":
+        exchange = Exchange(0, 1)
+    owner, local_row = np.divmod(rows, num_rows // exchange.world_size)
+    return route_rows(exchange, spec.name, rows, owner, local_row)
+
+
+def route_rows(
+    exchange: Exchange, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
+) -> RowRoutes:
+    """Tells each row's owner that this rank has touched the row. Blocks.
+
+    rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
+    and where in its block. Owners ascend.
+    """
+    input_splits = np.bincount(owner, minlength=exchange.world_size).tolist()
+    output_splits = input_splits
+    arriving = int32(local_row).to(exchange.device)
+    if exchange.world_size > 1:
+        ones = [1] * exchange.world_size
+        counts = torch.tensor(input_splits, device=exchange.device)
+        output_splits = exchange.all_to_all("counts", name, counts, ones, ones).wait().tolist()
+        arriving = exchange.all_to_all("row ids", name, arriving, input_splits, output_splits).wait()
+    arriving = arriving.cpu()
+    return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
+
+
+def reduce_rows(exchange: Exchange, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor) -> Pending:
+    """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
+    Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
+    are 0 before.
+
+    Rows arrive in rank order, and so are summed, in at least fp32. The sum, in out's dtype, is divided.
+    """
+
+    def mean(arrived: Tensor) -> Tensor:
+        exchange.segment_sum_rows(out, arrived, routes.segments)
+        return out.div_(exchange.world_size)
+
+    arriving = exchange.all_to_all(
+        "gradient rows", name, row_grads, routes.input_splits, routes.output_splits
+    )
+    return arriving._replace(finish=mean)
+
+
+# ============================================================================================================
+# 16  Exchange. Collectives, which are asynchronous: each returns a Pending, whose wait() returns the result.
+# ============================================================================================================
+
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -4996,23 +4578,6 @@ class Exchange:
             return Pending(parts, work, rank_order_mean)
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def route_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowRoutes:
-        """Tells each row's owner that this rank has touched the row. Blocks.
-
-        rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
-        and where in its block. Owners ascend.
-        """
-        input_splits = np.bincount(owner, minlength=self.world_size).tolist()
-        output_splits = input_splits
-        arriving = int32(local_row).to(self.device)
-        if self.world_size > 1:
-            ones = [1] * self.world_size
-            counts = torch.tensor(input_splits, device=self.device)
-            output_splits = self.all_to_all("counts", name, counts, ones, ones).wait().tolist()
-            arriving = self.all_to_all("row ids", name, arriving, input_splits, output_splits).wait()
-        arriving = arriving.cpu()
-        return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
-
     def all_to_all(
         self,
         label: str,
@@ -5028,23 +4593,6 @@ class Exchange:
         if out is None:
             out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
         return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
-
-    def reduce_rows(self, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor) -> Pending:
-        """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
-        Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
-        are 0 before.
-
-        Rows arrive in rank order, and so are summed, in at least fp32. The sum, in out's dtype, is divided.
-        """
-
-        def mean(arrived: Tensor) -> Tensor:
-            self.segment_sum_rows(out, arrived, routes.segments)
-            return out.div_(self.world_size)
-
-        arriving = self.all_to_all(
-            "gradient rows", name, row_grads, routes.input_splits, routes.output_splits
-        )
-        return arriving._replace(finish=mean)
 
     def all_gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has updated its own block, from all ranks."""
@@ -5068,7 +4616,526 @@ class Exchange:
 
 
 # ============================================================================================================
-# 14  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
+# 17  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
+#
+# It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
+# rows that these steps read are fetched once, before the first of them, and their gradients return once,
+# after the last:
+#
+# 1. While earlier steps train, the thread that builds batches hashes n-grams to rows (hash_ngrams), finds the
+#    distinct ones (make_segments), and tells their owners (route_interval).
+# 2. start_fetch: owners send these rows, which come to slots of `cache`.
+# 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_rows adds their
+#    gradients to main_grad, at the same slots.
+# 4. scatter, after the last of the steps: gradients go to the owners, which take their means in rank order.
+# 5. update: owners change their rows by row_adam. Then 2 follows, for the next steps.
+#
+# Sharded rows, and ids that are known ahead, so that no row is stale, are from recommenders (TorchRec,
+# arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in language models from
+# modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+# ============================================================================================================
+
+# ---- From tokens to rows -----------------------------------------------------------------------------------
+
+HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
+
+
+def hash_ngrams(
+    tokens: np.ndarray, ngrams: Ngrams, sign_rows: int, bos_id: int
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for T tokens.
+
+    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each of the K
+    orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole n-gram:
+    they share the range's last row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3
+    (Appleby 2011), in uint32, which wraps. N-grams cross document starts: masking them was slower and no
+    better.
+    """
+    T = len(tokens)
+    ids = tokens.astype(np.uint32)
+    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
+    h = np.empty((ngrams.rows_per_token, T), np.uint32)
+    for n in range(1, max(ngrams.orders) + 1):
+        polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
+        polynomial *= HASH_MULTIPLIER
+        if n in ngrams.orders:
+            h[ngrams.orders.index(n)] = polynomial
+    for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
+        h[i] = CONTEXTS[context](ids, bos_id)
+    sign_ids = None
+    if sign_rows:
+        upper = h * 0x27D4EB2F >> 16  # another odd factor
+        sign_ids = int32(upper * sign_rows >> 16)
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    h ^= h >> 16
+    modulus = ngrams.rows_per_order - 1  # all rows of a range but the last
+    h -= h // modulus * modulus  # NumPy's % is not vectorized
+    for i, n in enumerate(ngrams.orders):
+        h[i, : n - 1] = modulus
+    h += np.arange(len(h), dtype=np.uint32)[:, None] * ngrams.rows_per_order
+    return int32(h), sign_ids
+
+
+# ---- Routes and slots --------------------------------------------------------------------------------------
+
+
+def route_interval(exchange: Exchange, batches: list[Batch]) -> list[Batch]:
+    """Routes the rows of n-grams that batches from one update to the next read. Returns these batches: the
+    first has the routes, and all micro-batches have their slots.
+    """
+    distinct_rows = []  # of each micro-batch
+    for batch in batches:
+        for unpacked in batch.micro_batches:
+            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
+    merged = make_segments(torch.cat(distinct_rows))
+    routes, slots = route_ngrams(exchange, merged.ids.numpy())
+    # The slots of all of distinct_rows, in their order.
+    slots = list_ids(merged._replace(ids=slots), (-1,))
+    remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
+    routed = []
+    for batch in batches:
+        with_slots = []
+        for unpacked in batch.micro_batches:
+            with_slots.append(assign_slots(unpacked, next(remaining)))
+        routed.append(batch._replace(micro_batches=with_slots))
+    routed[0].routes["ngrams"] = routes
+    return routed
+
+
+def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
+    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
+
+    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
+    """
+    owner = rows % exchange.world_size
+    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    slots = np.empty(len(rows), np.int32)
+    slots[by_owner] = np.arange(len(rows), dtype=np.int32)
+    rows = rows[by_owner]
+    routes = route_rows(exchange, "ngrams", rows, owner[by_owner], rows // exchange.world_size)
+    return routes, int32(slots)
+
+
+def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
+    segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
+    by_position = list_ids(segments, micro_batch.hashed_rows.shape)
+    segments_by_list = micro_batch.segments | {"hashed_rows": segments}
+    return micro_batch._replace(slots=by_position, segments=segments_by_list)
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
+
+
+def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
+    ranges = cfg.ngrams.rows_per_token
+    rows = cfg.ngrams.rows_per_order
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
+    touched = ranges * min(max(cfg.ngrams.update_every) * tokens, rows)
+    block = math.ceil(ranges * rows / world_size)
+    return touched, block
+
+
+class NgramTable(Trainable):
+    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
+
+    There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
+    Rates by order need an edit of update() and row_adam() alone: each order has a range of rows.
+
+    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
+    says which rank has which row. Rows start at 0.
+    """
+
+    spec: Ngrams
+    name = "ngrams"
+    rows_by = "hashed_rows"
+    update_order = -1  # before all parameters: the next rows are fetched while those are updated
+
+    def __init__(self, cfg: Config, exchange: Exchange):
+        spec = self.spec = cfg.ngrams
+        self.exchange, self.device = exchange, exchange.device
+        slots, block = ngram_bounds(cfg, exchange.world_size)
+        # By slot: the rows that steps read until the next update, and their gradients.
+        zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
+        self.cache, self.main_grad = zeros(slots, spec.width), zeros(slots, spec.width)
+        self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
+        self.block = zeros(block, spec.width)
+        self.state = row_adam_init(self.block, acc_dtype(cfg))
+        self.saved = {"block": self.block} | self.state  # without beta2_powers, which the settings give
+        # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
+        powers = spec.beta2 ** torch.arange(cfg.steps + 1).double()
+        self.state["beta2_powers"] = powers.to(self.state["second_moment"])
+
+    @traced("rows ngrams")
+    def start_fetch(self, routes: RowRoutes) -> None:
+        """Starts to fetch the rows that the steps up to the next update read. They take the routes of their
+        gradients in reverse: owners send them to slots 0, 1, ... of the cache, which are ordered by owner.
+        """
+        self.routes = routes
+        own = self.block.index_select(0, routes.local_rows)
+        out = self.cache[: len(routes.rows)]
+        self.in_flight = self.exchange.all_to_all(
+            "rows", self.name, own, routes.output_splits, routes.input_splits, out
+        )
+
+    @traced("rows ngrams")
+    def scatter(self) -> Pending:
+        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
+        segments = self.routes.segments
+        distinct = len(segments.ids)
+        # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
+        numbers = torch.arange(distinct, dtype=torch.int32, device=self.device)
+        routes = self.routes._replace(segments=segments._replace(ids=numbers))
+        rows = self.main_grad[: len(routes.rows)]
+        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
+        return reduce_rows(self.exchange, self.name, rows, routes, out)
+
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
+        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
+        row_adam(self.block, self.routes.segments.ids, grad, self.state, self.spec, plan)
+
+    def clear(self) -> None:
+        self.main_grad[: len(self.routes.rows)].zero_()
+
+    @torch.no_grad()
+    def fetch(self, rows: Tensor) -> Tensor:
+        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
+
+        Every rank must call it the same number of times: it communicates.
+        """
+        routes, slots = route_ngrams(self.exchange, rows.cpu().numpy())
+        own = self.block[routes.local_rows]
+        received = self.exchange.all_to_all(
+            "rows outside training", self.name, own, routes.output_splits, routes.input_splits
+        )
+        return received.wait()[slots]
+
+    def state_dict(self) -> dict:
+        """Returns what this rank alone has of it, all but the gradient; not copied."""
+        return self.saved
+
+
+def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
+    """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
+    if not cfg.ngrams.orders:
+        return None
+    fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
+    # What a GPU's allocator raises is a RuntimeError, too.
+    with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
+        return NgramTable(cfg, exchange)
+
+
+# ---- Its update rule ---------------------------------------------------------------------------------------
+
+
+ROW_EPS = 1e-10
+
+
+def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
+    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
+    updates, and the time of the last. A unit of time is as many steps as the first update interval has.
+    """
+    return {
+        "second_moment": table.new_zeros(len(table), dtype=dtype),
+        "last_update": table.new_zeros(len(table), dtype=torch.int32),
+        "clock": torch.zeros(2, dtype=torch.int32),
+    }
+
+
+def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
+    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
+
+        moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
+        update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
+        row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
+
+    with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval. A
+    count of updates would be wrong, because the first late update may come sooner after the last early one
+    than the late interval says.
+
+    The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
+    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
+    updates of the whole table, not of the row. So a row that is touched late for the first time takes a step
+    that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always touched. That is meant
+    (PR 360). Decay is cautious, as in adam().
+    """
+    dtype = state["second_moment"].dtype
+    interval_ratio = plan.interval_ratio(ngrams.update_every)
+    count = state["clock"][0].item() + 1
+    now = (plan.step + 1) // ngrams.update_every[0]
+    state["clock"].copy_(torch.tensor([count, now]))
+    update_beta2 = ngrams.beta2**interval_ratio
+    lr = ngrams.lr * plan.lr_mul
+    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
+    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
+    update(
+        table,
+        state["second_moment"],
+        state["last_update"],
+        rows,
+        grads,
+        state["beta2_powers"],
+        now=host_scalar(now, torch.int32),
+        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
+        step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
+        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
+    )
+
+
+@compiled
+def row_adam_update(
+    table: Tensor,
+    second_moment: Tensor,
+    last_update: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    beta2_powers: Tensor,
+    now: Tensor,
+    one_minus_beta2: Tensor,
+    step_size: Tensor,
+    decay: Tensor,
+) -> None:
+    """Computes row_adam's arithmetic, in at least fp32, the dtype of second_moment (N,).
+
+    beta2_powers[k] is beta2^k.
+    """
+    ids = rows.long()
+    decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
+    moments = decayed + one_minus_beta2 * grads.square().mean(-1)
+    second_moment.index_copy_(0, ids, moments)
+    last_update.index_copy_(0, ids, torch.zeros_like(rows) + now)
+    old = table[ids].to(grads.dtype)
+    update = step_size * grads / (moments.sqrt() + ROW_EPS)[:, None]
+    update += decay * old * (update * old > 0)
+    table.index_copy_(0, ids, (old - update).to(table.dtype))
+
+
+# ---- Contexts ----------------------------------------------------------------------------------------------
+
+# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
+# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
+
+WORD_BYTES = np.zeros(2**16, bool)
+WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
+WORD_BYTES[128:256] = True  # all of UTF-8's other characters
+NEWLINE = 10
+COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
+
+
+class SpanHash:
+    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
+
+    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
+    whatever the span's length.
+    """
+
+    def __init__(self, tokens: np.ndarray):
+        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
+        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
+        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
+        inverses[0] = 1
+        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
+
+    def __call__(self, first: np.ndarray) -> np.ndarray:
+        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
+        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
+
+
+def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers the word up to each token. All tokens outside words have one number."""
+    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
+    return SpanHash(tokens)(np.maximum.accumulate(first))
+
+
+def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
+    at = np.arange(len(tokens))
+    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
+    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
+    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
+    above = start_before + (at + 1 - line_start)
+    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
+    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
+    return (tokens + 1) * HASH_MULTIPLIER + above_token
+
+
+def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: the token to copy, and a length. 0: there is none.
+
+    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
+    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
+    """
+    at = np.arange(len(tokens))
+    starts = tokens == bos_id
+    document = np.cumsum(starts, dtype=np.uint32)
+    document_start = np.maximum.accumulate(np.where(starts, at, 0))
+    span_hash = SpanHash(tokens)
+    numbers = np.zeros_like(tokens)
+    for length in COPY_LENGTHS:
+        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
+        by_span = np.argsort(spans, kind="stable")
+        earlier, later = by_span[:-1], by_span[1:]
+        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
+        earlier, later = earlier[found], later[found]
+        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
+    return numbers
+
+
+CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
+
+
+# ============================================================================================================
+# 18  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
+# ============================================================================================================
+
+
+class Backend(NamedTuple):
+    """A run's implementations of operations. Others, such as norm and add_columns, choose by themselves
+    between forms that differ in rounding only.
+    """
+
+    attention: Callable = dense_attention
+    relu_square: Callable = relu_square
+    relu_square_grad: Callable = relu_square_grad
+    relu_square_fp8: Callable = relu_square_fp8
+    cast_and_transpose: Callable = cast_and_transpose
+    softcap_loss: Callable = softcap_loss
+    pointer: Callable = pointer
+    pointer_grad: Callable = pointer_grad
+    segment_sum_rows: Callable = segment_sum_rows  # Exchange has it, too
+    fp8: bool = False
+    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
+
+
+TORCH_BACKEND = Backend()
+
+KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the operations that it does
+    "relu_square": {
+        "relu_square": triton_relu_square,
+        "relu_square_grad": triton_relu_square_grad,
+        "relu_square_fp8": triton_relu_square_fp8,
+    },
+    "cast_and_transpose": {"cast_and_transpose": triton_cast_and_transpose},
+    "softcap_loss": {"softcap_loss": triton_softcap_loss},
+    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
+    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
+}
+
+
+def select_backend(cfg: Config, device: torch.device) -> Backend:
+    """Returns the implementations that the config names. Of these only cfg.bf16_mlp falls back in silence.
+
+    Raises UserError with the first reason against them here, and a setting that avoids it.
+    """
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    too_old = capability < (8, 0)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kernel_dtype = "float32" if interpreted else "bfloat16"
+    lacks_kernels = triton is None or too_old and not interpreted
+    require(
+        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
+        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
+        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
+    )
+    require(
+        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
+        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
+    )
+    # dense_attention keeps its bias from layer to layer, and a graph would keep it for ever.
+    has_graphs = on_gpu and cfg.attention_impl != "dense"
+    require(
+        has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
+    )
+    require(
+        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
+        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
+        "bfloat16; use --set attention_impl=dense",
+    )
+    require(
+        not cfg.fp8 or not on_gpu or capability >= (8, 9),
+        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
+    )
+    chosen: dict = {}
+    for kernel in cfg.kernels:
+        chosen |= KERNELS[kernel]
+    if cfg.attention_impl != "dense":
+        chosen["attention"] = flash_attention
+    if cfg.attention_impl == "fa3":
+        fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
+        with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
+    if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
+        chosen["mlp_dtype"] = torch.bfloat16
+    return Backend(**chosen, fp8=cfg.fp8)
+
+
+def compiler_of(cfg: Config) -> Callable | None:
+    """Returns the COMPILER for this config; None without cfg.compile."""
+    if not cfg.compile:
+        return None
+    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
+    # These arguments of GPT.trunk vary without a new graph; only dense attention needs one for each window.
+    # Another size or number that varies by step must be named here, or each of its values compiles anew.
+    torch.compiler.config.dynamic_sources = r"L\['(looked_up|sequence|windows)'\].*"
+
+    @cache
+    def compiler(function: Callable) -> Callable:
+        # Autotuning first copies what a kernel changes. For row_adam_update that is the whole table of
+        # n-grams, 16 GB on each of 8 GPUs.
+        autotune = function.__name__ != "row_adam_update"
+        # Guards and AOTAutograd check sizes, so generated code need not.
+        options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
+        return torch.compile(function, fullgraph=True, options=options)
+
+    return compiler
+
+
+class CUDAGraphs:
+    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
+
+    Calls are the same if their arguments are: tensors count by address and shape, all else by value. The
+    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
+    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
+    argument. Results lie where the captured call's did, until the next replay.
+    """
+
+    def __init__(self, enabled: bool):
+        self.pool = torch.cuda.graph_pool_handle() if enabled else None
+        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
+
+    def run(self, state: tuple, function: Callable, **arguments):
+        """Returns function(**arguments). state: what it reads on the host besides its arguments."""
+        call = partial(function, **arguments)
+        if self.pool is None or TRACING:  # a trace has the launches one by one
+            return call()
+        known_by = [state, function]
+        for x in tree_leaves(arguments):
+            if isinstance(x, Tensor):
+                x = x.data_ptr(), x.shape
+            known_by.append(x)
+        key = tuple(known_by)
+        if key not in self.captured:
+            self.captured[key] = None
+            return call()
+        if self.captured[key] is None:
+            graph = torch.cuda.CUDAGraph()
+            # In the meantime the thread that builds batches may page-lock memory.
+            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                results = call()
+            self.captured[key] = graph, results
+        graph, results = self.captured[key]
+        graph.replay()
+        return results
+
+
+# ============================================================================================================
+# 19  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
 #     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
@@ -5249,25 +5316,6 @@ def make_micro_batch(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_doc_len,
     )
-
-
-def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
-    """Returns the Segments of a list of ids, int32, (T,) or (K, T) with a range of ids for each k."""
-    by_id, perm = ids.flatten().sort(stable=True)
-    distinct, counts = by_id.unique_consecutive(return_counts=True)
-    offsets = F.pad(counts.cumsum(0), (1, 0))
-    if sign_ids is not None:
-        sign_ids = sign_ids.flatten().index_select(0, perm)  # a quarter of an indexing's time
-    if ids.ndim > 1:  # a division takes as long as half a sort
-        perm %= ids.shape[-1]
-    return Segments(distinct, perm.int(), offsets.int(), sign_ids)
-
-
-def list_ids(segments: Segments, shape: Sequence[int]) -> Tensor:
-    """Returns the list, int32, (T,) or (K, T), whose segments these are: make_segments' inverse."""
-    counts = np.diff(segments.offsets.numpy())
-    by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
-    return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
 
 
 COLUMN_STRIDE = 20011  # a prime
@@ -5479,19 +5527,11 @@ class Prefetcher:
             for micro_batch in micro_batches:
                 touched[micro_batch.segments[spec.rows_by].ids.numpy()] = True
             if plan.is_update_step(spec.update_every):
-                routes[spec.name] = self._route_table(spec, np.flatnonzero(touched))
+                routes[spec.name] = route_embedding(
+                    self.exchange, spec, self.shapes[spec.name][0], np.flatnonzero(touched)
+                )
                 touched[:] = False
         return Batch(plan, micro_batches, self.loader.position(), routes)
-
-    def _route_table(self, spec: ParamSpec, rows: np.ndarray) -> RowRoutes:
-        """Routes the touched rows of a table whose blocks are consecutive rows.
-
-        With exchange=reduce_scatter the whole table is sent, so no rank need know what others have touched.
-        The routes then only say which rows this rank has touched, and are made as if there were one rank.
-        """
-        exchange = self.exchange if spec.exchange == "sparse" else Exchange(0, 1)
-        owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
-        return exchange.route_rows(spec.name, rows, owner, local_row)
 
     @traced("index")
     def _finish(self, interval_batches: list[Batch]) -> list[Batch]:
@@ -5526,7 +5566,7 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 15  Command line. --set name=value, and options.
+# 20  Command line. --set name=value, and options.
 # ============================================================================================================
 
 
@@ -5773,7 +5813,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 
 # ============================================================================================================
-# 16  Checks. What settings must satisfy.
+# 21  Checks. What settings must satisfy.
 # ============================================================================================================
 
 
@@ -5924,7 +5964,7 @@ def check_fp8(cfg: Config, count: int) -> None:
 
 
 # ============================================================================================================
-# 17  Saving. Comparing runs; saved models; checkpoints; what must be the same to resume a run.
+# 22  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
 # ============================================================================================================
 
 
@@ -5937,319 +5977,7 @@ def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
 
 
-def output_file(name: str) -> Path:
-    """Returns the file that writing `name` creates or replaces; of a symbolic link, the one it points to.
-
-    Raises UserError if something else is there, such as a device, a folder, or a file of text.
-    """
-    target = Path(os.path.realpath(name))
-    is_ours = not target.exists()
-    if target.is_file():
-        with open(target, "rb") as file:
-            begin = file.read(999)  # other programs save zip files, too
-            file.seek(max(0, target.stat().st_size - 20))
-            end = file.read()
-        is_ours = not begin or begin[:2] == b"PK" and b'{"preset": ' in begin
-        if re.fullmatch(r"\.ngrams\d+", target.suffix):
-            is_ours |= re.fullmatch(rb"[0-9a-f]{20}", end) is not None  # the run's id, and a CRC-32
-    require(
-        is_ours and os.access(target.parent, os.W_OK),
-        f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
-    )
-    return target
-
-
-def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
-    """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
-
-    Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
-    run's id and its rows' CRC-32. All ranks must call it. Files are renamed when all are whole: older ones
-    stay until then.
-    """
-    written: list[Path] = []
-    partial_name = f".{run_id}.partial"
-    fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
-    # torch.save raises RuntimeError when the disk is full.
-    with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
-        if exchange.rank == 0:
-            weights = {"signs": model.signs.cpu()}
-            for name, shape in param_shapes(model.cfg, 1).items():
-                weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
-            saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
-            weights_path = output_file(path)
-            torch.save(saved | {"weights": weights}, f"{weights_path}{partial_name}")
-            written.append(weights_path)
-        if model.ngrams:
-            rows_path = output_file(f"{path}.ngrams{exchange.rank}")
-            with open(f"{rows_path}{partial_name}", "wb") as file:
-                crc = exchange.rank  # so that the ranks' files cannot be exchanged
-                for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
-                    data = rows.cpu().view(torch.uint8).numpy()
-                    crc = zlib.crc32(data, crc)
-                    file.write(data)
-                file.write(f"{run_id}{crc:08x}".encode())
-            written.append(rows_path)
-    exchange.barrier()  # all ranks have written
-    for whole in written:
-        os.replace(f"{whole}{partial_name}", whole)
-
-
-def live_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns this rank's part of all that training changes, except gradients and the table of n-grams; and
-    the signs, which a resumed run has from its checkpoint.
-    """
-    optimizer.wait()
-    others = {"signs": model.signs}
-    if model.fp8_mlps:
-        others |= {"fp8_scales": model.fp8_mlps.scales, "weight_amax": model.fp8_mlps.weight_amax}
-    params = {name: param.state_dict() for name, param in optimizer.params.items()}
-    return {"params": params, "others": others}
-
-
-def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns a copy of live_state() in host memory."""
-    return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
-
-
-@torch.no_grad()
-def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Copies `state`, this rank's part, into the model and the optimizer, and gathers the parameters.
-
-    Drops gradients. A checkpoint's state also has the table of n-grams, if there is one, and the number of
-    steps.
-    """
-    live = live_state(model, optimizer)
-    optimizer.drop_grads()
-    if "ngrams" in state:
-        live["ngrams"] = optimizer.ngrams.state_dict()
-    for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live}), strict=True):
-        t.copy_(saved)
-    optimizer.gather_all()
-    if state.get("step"):
-        optimizer.last_plan = plan_step(model.cfg, state["step"] - 1)
-
-
-# What a pickle of tensors, numbers and texts names. Other functions that weights_only allows, such as
-# bytearray, take as much memory as they are told.
-PICKLED = re.compile(
-    r"torch \w+|torch\.storage UntypedStorage|torch\._utils _rebuild_(tensor_v[23]|parameter)"
-    r"|collections OrderedDict"
-)
-
-
-def read_saved(path: str | Path, fix: str) -> dict:
-    """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if it is damaged, or could
-    take more memory than its size.
-    """
-    with user_error_on(f"cannot read {path}", fix, Exception):  # which one depends on the damage
-        with zipfile.ZipFile(path) as file:
-            for entry in file.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError(f"{entry.filename} is compressed")
-                if not entry.filename.lower().endswith(".pkl"):
-                    continue
-                for opcode, name, _ in pickletools.genops(file.read(entry)):
-                    if "GLOBAL" in opcode.name and not PICKLED.fullmatch(f"{name}"):
-                        raise ValueError(f"{entry.filename} calls {name}")
-            damaged = file.testzip()  # torch.load compares no checksums
-            if damaged:
-                raise ValueError(f"checksum of {damaged}")
-        return torch.load(path, "cpu", mmap=True, weights_only=True)
-
-
-# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with a file of each rank:
-# rank0.pt, rank1.pt, ... The folder gets this name when all files are written. So a folder of such a name is
-# complete, unless the machine itself failed.
-CHECKPOINT = "step" + 8 * "[0-9]"
-
-
-def find_checkpoint(log: str) -> Path:
-    """Returns the newest checkpoint of a run, given its log."""
-    run = Path(log).name.split(".")[0]
-    steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/{CHECKPOINT}"))
-    message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
-    require(steps, f"--resume {log}: {message}")
-    return steps[-1]
-
-
-def lock_checkpoints(folder: Path) -> None:
-    """Locks the folder of a run's checkpoints while this process lives. Raises UserError if a run has it.
-
-    Otherwise two runs, one resumed while the other goes on, would remove each other's checkpoints.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"the run of {folder} still goes on; wait until it has ended") from None
-    except OSError:  # this file system has no locks
-        pass
-
-
-def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Writes the checkpoint after progress["step"] steps into `folder`; removes the one before.
-
-    All ranks must call it. Each writes its training_state(), its rows of n-grams, the task and the progress.
-    A rank that fails never reaches the barrier below, so the checkpoint before is not removed.
-    """
-    rank = optimizer.exchange.rank
-    state = training_state(model, optimizer) | {"task": task, "rank": rank} | progress
-    if optimizer.ngrams:
-        state["ngrams"] = optimizer.ngrams.state_dict()  # without a copy
-    complete = folder / f"step{progress['step']:08d}"
-    incomplete = complete.with_suffix(".partial")
-    fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
-    # torch.save raises RuntimeError when the disk is full.
-    with user_error_on(f"cannot write the checkpoint {complete}", fix, OSError, RuntimeError):
-        incomplete.mkdir(parents=True, exist_ok=True)
-        with open(incomplete / f"rank{rank}.pt", "wb") as file:
-            torch.save(state, file)
-    optimizer.exchange.barrier()  # all ranks have written
-    if rank == 0:
-        incomplete.rename(complete)
-        remove_checkpoints(folder, complete)
-
-
-def remove_checkpoints(folder: Path, keep: Path | None = None) -> None:
-    """Removes a run's checkpoints but `keep`. What somebody else has put there stays."""
-    for checkpoint in [*folder.glob(CHECKPOINT), *folder.glob(f"{CHECKPOINT}.partial")]:
-        if checkpoint != keep:
-            shutil.rmtree(checkpoint, ignore_errors=True)  # another machine may have it open
-
-
-def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
-    """Returns this rank's part of the checkpoint that --resume names; without --resume an empty dict."""
-    if args.resume is None:
-        return {}
-    folder = find_checkpoint(args.resume)
-    fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
-    path = folder / f"rank{rank}.pt"
-    saved = read_saved(path, fix)
-    require(saved.get("rank") == rank, f"{path} is the file of another rank; {fix}")
-    return saved
-
-
-def task_of(
-    args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int, mlp_dtype: torch.dtype | None
-) -> dict:
-    """Returns what must be the same to resume a run. mlp_dtype: the Backend's, which follows from the CPU."""
-    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    others = {"processes": world_size, "script": zlib.crc32(SOURCE), "mlp_dtype": str(mlp_dtype)}
-    return task | {"seed": args.seed} | others
-
-
-def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
-    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0; and if the
-    checkpoint `resumed` is of another task.
-
-    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
-    would leave ranks waiting for each other; other rates would train something that no log describes.
-    """
-    start = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
-    different = differences(start, exchange.from_rank_0(start))
-    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
-    if resumed:
-        different = differences(resumed["task"], task)
-        require(
-            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
-        )
-
-
-# ============================================================================================================
-# 18  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
-# ============================================================================================================
-
-# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
-# peers, too, but not always those that were just sending to it.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
-
-@user_error_on("cannot read RANK and WORLD_SIZE", "start with torchrun, or unset both", ValueError)
-def this_process(device_kind: str = "gpu") -> tuple[int, int, torch.device]:
-    """Returns this process's rank, the world size and its device, as torchrun's environment says; without
-    torchrun there is one rank. Makes its GPU the current one. device_kind: Config.device.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    require(
-        0 <= rank < world_size, f"RANK={rank} and WORLD_SIZE={world_size}: start with torchrun, or unset both"
-    )
-    device = torch.device("cpu")
-    if device_kind == "gpu" and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        # Otherwise split-K matmuls would not sum in fp32.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return rank, world_size, device
-
-
-@user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
-def join_processes(world_size: int, device: torch.device) -> None:
-    """Joins the process group that torchrun's environment describes; with one rank there is none."""
-    if world_size == 1:
-        return
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-
-
-class Clock:
-    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
-
-    def __init__(self, ms: float = 0.0):
-        self.began = self.synchronized() - ms / 1000
-
-    def synchronized(self) -> float:
-        """Waits until the device has done all its work. Returns the time in seconds."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def ms(self) -> float:
-        """Returns the milliseconds of training, without waiting for the device."""
-        return 1000 * (time.perf_counter() - self.began)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
-        stopped = self.synchronized()
-        yield 1000 * (stopped - self.began)
-        self.began += self.synchronized() - stopped
-
-
-# Redrawn often on a terminal, but rarely in a file, which keeps every line.
-progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
-
-
-class AsyncLoss:
-    """Reads the losses of steps without waiting for the device.
-
-    latest: the newest (step, loss) that has arrived on the host; (0, None) before there is one.
-    """
-
-    def __init__(self):
-        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
-        self.latest = (0, None)
-
-    def push(self, step: int, loss: Tensor) -> None:
-        """Starts the copy of a step's loss, 0-d."""
-        arrived = None
-        if loss.is_cuda:
-            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.queue.append((step, loss, arrived))
-
-    def poll(self) -> None:
-        """Takes what has arrived. Raises UserError if it is not finite."""
-        while self.queue:
-            step, loss, arrived = self.queue[0]
-            if arrived is not None and not arrived.query():
-                break
-            self.queue.pop(0)
-            self.latest = (step, loss.item())
-            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
+# ---- The log -----------------------------------------------------------------------------------------------
 
 
 class RunLog:
@@ -6364,6 +6092,327 @@ def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset,
     log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
     log.print0(f"config: {config}", console=False)
     log.print0(f"data: {data.fingerprint}")
+
+
+# ---- Saved models ------------------------------------------------------------------------------------------
+
+
+def output_file(name: str) -> Path:
+    """Returns the file that writing `name` creates or replaces; of a symbolic link, the one it points to.
+
+    Raises UserError if something else is there, such as a device, a folder, or a file of text.
+    """
+    target = Path(os.path.realpath(name))
+    is_ours = not target.exists()
+    if target.is_file():
+        with open(target, "rb") as file:
+            begin = file.read(999)  # other programs save zip files, too
+            file.seek(max(0, target.stat().st_size - 20))
+            end = file.read()
+        is_ours = not begin or begin[:2] == b"PK" and b'{"preset": ' in begin
+        if re.fullmatch(r"\.ngrams\d+", target.suffix):
+            is_ours |= re.fullmatch(rb"[0-9a-f]{20}", end) is not None  # the run's id, and a CRC-32
+    require(
+        is_ours and os.access(target.parent, os.W_OK),
+        f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
+    )
+    return target
+
+
+def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
+    """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
+
+    Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
+    run's id and its rows' CRC-32. All ranks must call it. Files are renamed when all are whole: older ones
+    stay until then.
+    """
+    written: list[Path] = []
+    partial_name = f".{run_id}.partial"
+    fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
+    # torch.save raises RuntimeError when the disk is full.
+    with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
+        if exchange.rank == 0:
+            weights = {"signs": model.signs.cpu()}
+            for name, shape in param_shapes(model.cfg, 1).items():
+                weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
+            saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
+            weights_path = output_file(path)
+            torch.save(saved | {"weights": weights}, f"{weights_path}{partial_name}")
+            written.append(weights_path)
+        if model.ngrams:
+            rows_path = output_file(f"{path}.ngrams{exchange.rank}")
+            with open(f"{rows_path}{partial_name}", "wb") as file:
+                crc = exchange.rank  # so that the ranks' files cannot be exchanged
+                for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
+                    data = rows.cpu().view(torch.uint8).numpy()
+                    crc = zlib.crc32(data, crc)
+                    file.write(data)
+                file.write(f"{run_id}{crc:08x}".encode())
+            written.append(rows_path)
+    exchange.barrier()  # all ranks have written
+    for whole in written:
+        os.replace(f"{whole}{partial_name}", whole)
+
+
+# What a pickle of tensors, numbers and texts names. Other functions that weights_only allows, such as
+# bytearray, take as much memory as they are told.
+PICKLED = re.compile(
+    r"torch \w+|torch\.storage UntypedStorage|torch\._utils _rebuild_(tensor_v[23]|parameter)"
+    r"|collections OrderedDict"
+)
+
+
+def read_saved(path: str | Path, fix: str) -> dict:
+    """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if it is damaged, or could
+    take more memory than its size.
+    """
+    with user_error_on(f"cannot read {path}", fix, Exception):  # which one depends on the damage
+        with zipfile.ZipFile(path) as file:
+            for entry in file.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{entry.filename} is compressed")
+                if not entry.filename.lower().endswith(".pkl"):
+                    continue
+                for opcode, name, _ in pickletools.genops(file.read(entry)):
+                    if "GLOBAL" in opcode.name and not PICKLED.fullmatch(f"{name}"):
+                        raise ValueError(f"{entry.filename} calls {name}")
+            damaged = file.testzip()  # torch.load compares no checksums
+            if damaged:
+                raise ValueError(f"checksum of {damaged}")
+        return torch.load(path, "cpu", mmap=True, weights_only=True)
+
+
+# ---- Checkpoints -------------------------------------------------------------------------------------------
+
+
+def live_state(model: GPT, optimizer: Optimizer) -> dict:
+    """Returns this rank's part of all that training changes, except gradients and the table of n-grams; and
+    the signs, which a resumed run has from its checkpoint.
+    """
+    optimizer.wait()
+    others = {"signs": model.signs}
+    if model.fp8_mlps:
+        others |= {"fp8_scales": model.fp8_mlps.scales, "weight_amax": model.fp8_mlps.weight_amax}
+    params = {name: param.state_dict() for name, param in optimizer.params.items()}
+    return {"params": params, "others": others}
+
+
+def training_state(model: GPT, optimizer: Optimizer) -> dict:
+    """Returns a copy of live_state() in host memory."""
+    return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
+
+
+@torch.no_grad()
+def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
+    """Copies `state`, this rank's part, into the model and the optimizer, and gathers the parameters.
+
+    Drops gradients. A checkpoint's state also has the table of n-grams, if there is one, and the number of
+    steps.
+    """
+    live = live_state(model, optimizer)
+    optimizer.drop_grads()
+    if "ngrams" in state:
+        live["ngrams"] = optimizer.ngrams.state_dict()
+    for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live}), strict=True):
+        t.copy_(saved)
+    optimizer.gather_all()
+    if state.get("step"):
+        optimizer.last_plan = plan_step(model.cfg, state["step"] - 1)
+
+
+# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with a file of each rank:
+# rank0.pt, rank1.pt, ... The folder gets this name when all files are written. So a folder of such a name is
+# complete, unless the machine itself failed.
+CHECKPOINT = "step" + 8 * "[0-9]"
+
+
+def find_checkpoint(log: str) -> Path:
+    """Returns the newest checkpoint of a run, given its log."""
+    run = Path(log).name.split(".")[0]
+    steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/{CHECKPOINT}"))
+    message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
+    require(steps, f"--resume {log}: {message}")
+    return steps[-1]
+
+
+def lock_checkpoints(folder: Path) -> None:
+    """Locks the folder of a run's checkpoints while this process lives. Raises UserError if a run has it.
+
+    Otherwise two runs, one resumed while the other goes on, would remove each other's checkpoints.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"the run of {folder} still goes on; wait until it has ended") from None
+    except OSError:  # this file system has no locks
+        pass
+
+
+def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
+    """Writes the checkpoint after progress["step"] steps into `folder`; removes the one before.
+
+    All ranks must call it. Each writes its training_state(), its rows of n-grams, the task and the progress.
+    A rank that fails never reaches the barrier below, so the checkpoint before is not removed.
+    """
+    rank = optimizer.exchange.rank
+    state = training_state(model, optimizer) | {"task": task, "rank": rank} | progress
+    if optimizer.ngrams:
+        state["ngrams"] = optimizer.ngrams.state_dict()  # without a copy
+    complete = folder / f"step{progress['step']:08d}"
+    incomplete = complete.with_suffix(".partial")
+    fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
+    # torch.save raises RuntimeError when the disk is full.
+    with user_error_on(f"cannot write the checkpoint {complete}", fix, OSError, RuntimeError):
+        incomplete.mkdir(parents=True, exist_ok=True)
+        with open(incomplete / f"rank{rank}.pt", "wb") as file:
+            torch.save(state, file)
+    optimizer.exchange.barrier()  # all ranks have written
+    if rank == 0:
+        incomplete.rename(complete)
+        remove_checkpoints(folder, complete)
+
+
+def remove_checkpoints(folder: Path, keep: Path | None = None) -> None:
+    """Removes a run's checkpoints but `keep`. What somebody else has put there stays."""
+    for checkpoint in [*folder.glob(CHECKPOINT), *folder.glob(f"{CHECKPOINT}.partial")]:
+        if checkpoint != keep:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # another machine may have it open
+
+
+def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
+    """Returns this rank's part of the checkpoint that --resume names; without --resume an empty dict."""
+    if args.resume is None:
+        return {}
+    folder = find_checkpoint(args.resume)
+    fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
+    path = folder / f"rank{rank}.pt"
+    saved = read_saved(path, fix)
+    require(saved.get("rank") == rank, f"{path} is the file of another rank; {fix}")
+    return saved
+
+
+def task_of(
+    args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int, mlp_dtype: torch.dtype | None
+) -> dict:
+    """Returns what must be the same to resume a run. mlp_dtype: the Backend's, which follows from the CPU."""
+    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
+    others = {"processes": world_size, "script": zlib.crc32(SOURCE), "mlp_dtype": str(mlp_dtype)}
+    return task | {"seed": args.seed} | others
+
+
+def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
+    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0; and if the
+    checkpoint `resumed` is of another task.
+
+    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
+    would leave ranks waiting for each other; other rates would train something that no log describes.
+    """
+    start = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
+    different = differences(start, exchange.from_rank_0(start))
+    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
+    if resumed:
+        different = differences(resumed["task"], task)
+        require(
+            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
+        )
+
+
+# ============================================================================================================
+# 23  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
+# ============================================================================================================
+
+# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
+# peers, too, but not always those that were just sending to it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@user_error_on("cannot read RANK and WORLD_SIZE", "start with torchrun, or unset both", ValueError)
+def this_process(device_kind: str = "gpu") -> tuple[int, int, torch.device]:
+    """Returns this process's rank, the world size and its device, as torchrun's environment says; without
+    torchrun there is one rank. Makes its GPU the current one. device_kind: Config.device.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    require(
+        0 <= rank < world_size, f"RANK={rank} and WORLD_SIZE={world_size}: start with torchrun, or unset both"
+    )
+    device = torch.device("cpu")
+    if device_kind == "gpu" and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        # Otherwise split-K matmuls would not sum in fp32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return rank, world_size, device
+
+
+@user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
+def join_processes(world_size: int, device: torch.device) -> None:
+    """Joins the process group that torchrun's environment describes; with one rank there is none."""
+    if world_size == 1:
+        return
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+class Clock:
+    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
+
+    def __init__(self, ms: float = 0.0):
+        self.began = self.synchronized() - ms / 1000
+
+    def synchronized(self) -> float:
+        """Waits until the device has done all its work. Returns the time in seconds."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def ms(self) -> float:
+        """Returns the milliseconds of training, without waiting for the device."""
+        return 1000 * (time.perf_counter() - self.began)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
+        stopped = self.synchronized()
+        yield 1000 * (stopped - self.began)
+        self.began += self.synchronized() - stopped
+
+
+# Redrawn often on a terminal, but rarely in a file, which keeps every line.
+progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
+
+
+class AsyncLoss:
+    """Reads the losses of steps without waiting for the device.
+
+    latest: the newest (step, loss) that has arrived on the host; (0, None) before there is one.
+    """
+
+    def __init__(self):
+        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
+        self.latest = (0, None)
+
+    def push(self, step: int, loss: Tensor) -> None:
+        """Starts the copy of a step's loss, 0-d."""
+        arrived = None
+        if loss.is_cuda:
+            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.queue.append((step, loss, arrived))
+
+    def poll(self) -> None:
+        """Takes what has arrived. Raises UserError if it is not finite."""
+        while self.queue:
+            step, loss, arrived = self.queue[0]
+            if arrived is not None and not arrived.query():
+                break
+            self.queue.pop(0)
+            self.latest = (step, loss.item())
+            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
 
 
 def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:

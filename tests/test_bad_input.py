@@ -344,7 +344,7 @@ CASES = [
           ranks=0, steps=4),
     # a rank is killed, by a call; the log's finished steps; complete checkpoints
     ended(signal.SIGKILL, 1, "a rank killed before its thread sends row counts",
-          FaultAtCall("Exchange.route_rows", 3, die), ranks=2, steps=1),
+          FaultAtCall("route_rows", 3, die), ranks=2, steps=1),
     ended(signal.SIGKILL, 0, "a rank killed while it writes a checkpoint", FaultAtCall("torch.save", 2, die),
           ranks=2, steps=8, arguments=TWO, kept=("step00000004",)),
 ]

@@ -44,11 +44,11 @@ def compare(rank, world_size, dtype):
         plans, pending = {}, {}
         for kind, mask in masks.items():
             rows = mask.nonzero().flatten().numpy()
-            plans[kind] = exchange.route_rows(kind, rows, *np.divmod(rows, ROWS_PER_RANK[kind]))
+            plans[kind] = tg.route_rows(exchange, kind, rows, *np.divmod(rows, ROWS_PER_RANK[kind]))
         for name, (kind, _) in ROW_SHAPES.items():
             grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-            pending[name] = exchange.reduce_rows(name, grad[plan.rows], plan, means[name])
+            pending[name] = tg.reduce_rows(exchange, name, grad[plan.rows], plan, means[name])
         for name in reversed(ROW_SHAPES):
             want = exchange.reduce_scatter(name, grads[name], in_rank_order=True).wait()
             mean = pending[name].wait()

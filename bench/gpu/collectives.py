@@ -56,7 +56,7 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
         touches[:empty_ranks] = False
         row_ids = touches[rank].nonzero()[:, 0].int()
         owner, local_row = np.divmod(row_ids.numpy(), 2)
-        plan = exchange.route_rows("tokens", row_ids.numpy(), owner, local_row)
+        plan = tg.route_rows(exchange, "tokens", row_ids.numpy(), owner, local_row)
         plan = tg.move(tg.pack(plan), grad.device)
         senders, owned = touches[:, 2 * rank : 2 * rank + 2].nonzero().unbind(1)
         yield f"row ids with {name}, {case}", plan.local_rows, owned.to(plan.local_rows)
@@ -66,7 +66,7 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
             sent = exchange.all_to_all("rows", "p", rows, plan.input_splits, plan.output_splits, out).wait()
             yield f"rows {name}, {case}", sent, every[senders, 2 * rank + owned]
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
-        result = exchange.reduce_rows("p", rows, plan, torch.zeros_like(exchange.block(mean))).wait()
+        result = tg.reduce_rows(exchange, "p", rows, plan, torch.zeros_like(exchange.block(mean))).wait()
         yield f"sparse {name}, {case}", result, exchange.block(mean)
 
 
