@@ -468,17 +468,17 @@ class Config:
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients agree, large ones
     # average out noise later. At the end batches shrink again. The last stage trains at the rate at which the
-    # cooldown ends. If you change steps here, these do not follow: late_updates_from, two_momenta_from,
-    # momentum_warmup, momentum_cooldown, and `window` and `also` of averages. With --set length all do.
+    # cooldown ends. The numbers are PR 379's.
+    # If you change steps here, these do not follow: late_updates_from, two_momenta_from, momentum_warmup,
+    # momentum_cooldown, and `window` and `also` of averages. With --set length all do.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        #   steps  batch_tokens, max_doc_len
-        #                        windows         lr_mul  mtp        prefix
+        #   steps  batch  docs   windows         lr_mul  mtp        prefix
         Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), sampled_columns=(10240,)),
         Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05),
               sampled_columns=(10240,)),
         Stage(378, 393216, 3072, Windows(5, 11), 1.73, sampled_columns=(14336, 14336, 24576)),
-        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793),
+        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793),  # 1.73 * sqrt(20 / 24)
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
@@ -609,7 +609,7 @@ CPU = replace(
     length=1.0,  # so that an edit of another preset's length leaves this one as it is
     # fmt: off
     stages=(
-        #  steps, batch_tokens, max_doc_len, windows, lr_mul
+        #  steps batch docs windows      lr_mul
         Stage(34, 2048, 256, Windows(3, 9), 1.00),
         Stage(58, 4096, 512, Windows(4, 10), 1.52),
         Stage(55, 4096, 512, Windows(5, 11), 1.73),
@@ -673,7 +673,7 @@ WORDS = replace(
     length=1.0,  # so that an edit of another preset's length leaves this one as it is
     # fmt: off
     stages=(
-        #  steps, batch_tokens, max_doc_len, windows, lr_mul
+        #  steps batch docs windows      lr_mul
         Stage(81, 1024, 256, Windows(3, 9), 1.00, sampled_columns=(4096,)),
         Stage(40, 2048, 512, Windows(4, 10), 1.52, sampled_columns=(4096,)),
         Stage(38, 2048, 512, Windows(5, 11), 1.73, sampled_columns=(4096,)),
