@@ -19,30 +19,31 @@ The words preset has GPT-2's tokens, for two cores: it tests what depends on the
 Sections, in the order of reading: a run's settings, a step, the model; then what these rest on
     1  This text, imports
     2  Settings     tables of layers, parameters and stages; the other settings; the presets
-    3  Shapes       parameters' shapes and initial values
+    3  Shapes       layers' scalars and gates; parameters' shapes and initial values
     4  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     5  Helpers      a user's errors, labels in traces, compiled functions, dtypes, copies to the device
     6  Step         what a batch holds; train_step, forward_backward, validate
-    7  Model        layers' scalars and gates; GPT: embeddings, layers, head and loss
+    7  Model        GPT: embeddings, layers, head
     8  Linear       products with a bank's matrices, whose gradients go into main_grad
-    9  Layers       norm, sums of streams, rotary embedding, attention, MLP: each in plain torch, some with
-                    Triton kernels, as also in sections 10, 11 and 15
-    10 FP8          scales, casts, products
-    11 Loss         softcapped cross-entropy, mixed with the copy pointer; the pointer
-    12 Optimizer    scatter, work and gather of all that is updated, in explicit orders
-    13 Parameters   the objects that are updated: their gradients, updates and averages
-    14 Update rules Adam and ANVIL, on one block
-    15 Touched rows of tables: sums of rows, sums of their gradients, their exchange between ranks
-    16 Exchange     collectives
-    17 N-grams      from tokens to rows of a table; the table, its update rule
-    18 Backend      a run's choice of operations, compilation, CUDA graphs
-    19 Data         shards, prefixes of tokens, micro-batches that begin with a document, batches that a
+    9  Layers       norm, sums of streams, rotary embedding, attention
+    10 FP8          what kernels need; scales and casts
+    11 MLP          squared ReLU
+    12 Loss         softcapped cross-entropy, mixed with the copy pointer; the pointer
+    13 Optimizer    scatter, work and gather of all that is updated, in explicit orders
+    14 Parameters   the objects that are updated: their gradients, updates and averages
+    15 Update rules Adam and ANVIL, on one block
+    16 Touched rows of tables: sums of rows, sums of their gradients, their exchange between ranks
+    17 Exchange     collectives
+    18 N-grams      from tokens to rows of a table; the table, its update rule
+    19 Backend      a run's choice of operations, compilation, CUDA graphs
+    20 Data         shards, prefixes of tokens, micro-batches that begin with a document, batches that a
                     thread builds ahead
-    20 Command line --set name=value, options
-    21 Checks       what settings must satisfy
-    22 Files        the log, saved models, checkpoints, what must be the same to resume a run
-    23 Run          processes, clock; warm-up; train(), the timed loop; run() is the whole story
+    21 Command line --set name=value, options
+    22 Checks       what settings must satisfy
+    23 Files        the log, saved models, checkpoints, what must be the same to resume a run
+    24 Run          processes, clock; warm-up; train(), the timed loop; run() is the whole story
 
+Sections 9 to 12 and 16 have each operation in plain torch, and some with a Triton kernel.
 For a step alone read plan_step, train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(),
 prepare() and train().
 
@@ -57,7 +58,7 @@ The stream is the residual stream. x0 is the tokens' embeddings, smeared and nor
 layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
 that it updates. The touched rows of a table are those that batches have looked up since its last update.
 After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
-optimizer of the banks, a descendant of Muon (section 14). MUDD (section 7) mixes earlier streams in, with
+optimizer of the banks, a descendant of Muon (section 15). MUDD (section 7) mixes earlier streams in, with
 weights that small MLPs compute for each token. Up to the untie step the token embedding embed
 is the transpose of lm_head.
 """
@@ -244,20 +245,21 @@ class ParamSpec:
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     # How the gradient comes about:
-    # small      by autograd. Small parameters with equal optimizer, betas, dtype, update_every and reduction
-    #            are exchanged and updated as one vector. The model reads these alone as self.NAME: of the
-    #            others, training has the gradients in main_grad, not from autograd.
-    # head       lm_head's: the head's backward adds it to main_grad.
-    # bank       a stack of matrices, padded so that each rank owns equally many: the backwards of matrix
-    #            products add it to main_grad. GPT.layer_weights() gives the matrices to the layers.
-    # embedding  a table of which each token looks up rows: add_rows() adds their gradients to main_grad.
-    #            GPT.trunk has the rows in looked_up[name].
+    # small      autograd computes it. Small parameters with equal optimizer, betas, dtype, update_every and
+    #            reduction are exchanged and updated as one vector. Layers read them as self.NAME.
+    # The others' gradients are written to main_grad by our own code, so layers must not read self.NAME:
+    # head       lm_head, which head_loss_and_grad() alone reads.
+    # bank       a stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
+    #            them to the layers, and the backwards of products add the gradients.
+    # embedding  a table of which each token looks up rows: GPT.trunk has them in looked_up[name], and
+    #            add_rows() adds their gradients.
     kind: Literal["small", "head", "bank", "embedding"] = "small"
     # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
     # hashed_rows: bigram_embed's, and those of the n-gram table. Another index is a field of MicroBatch,
     # which make_micro_batch() fills; its segments in Prefetcher._build; and a look-up in GPT.look_up.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
-    # Each rank updates one block. Ranks send its owner all of its gradient, or if sparse the touched rows.
+    # How gradients come to the rank that owns a block. reduce_scatter: all of the gradient. sparse: only the
+    # rows that were touched since the last update.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, so that a gather goes on while
     # the next parameters are updated. No result depends on it.
@@ -338,8 +340,9 @@ class WeightAverage:
 
 # Record 92's. Some parameters have two rows. Their averages run independently, and in the end the parameter
 # is moved towards the first one, and then from there towards the second. The record ticks lm_head's average
-# after every step, at 2 / 299. But lm_head changes after every second step only, so one tick at the rate of
-# two stands for two. The last tick is single: hence last_rate.
+# after every step, at the rate r = 2 / 299. lm_head changes after every second step only, so here it ticks
+# after every second step, at 1 - (1 - r)^2, which is as far. The last tick is for one step alone: last_rate
+# is r.
 # fmt: off
 AVERAGES = (
     #              parameters                    window  rate                     blend
@@ -367,7 +370,7 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
-    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 17):
+    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 18):
     # the word so far; the byte above the next one, in the line before; what followed the same tokens before.
     # The first two are for bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
@@ -392,8 +395,8 @@ class Stage:
     # Later tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle
     # et al. 2024, arXiv:2404.19737).
     mtp: tuple[float, ...] = (1.0,)
-    # Weights of another loss, in equal parts of the stage: on the longest shorter token that the next
-    # token begins with. It is easier to predict, and so teaches early (record 88).
+    # Weights, in equal parts of the stage, of another loss. Its target is the longest token that is a proper
+    # prefix of the next token: "run" of "running". It is easier to predict, and so teaches early (record 88).
     prefix: tuple[float, ...] = ()
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
     # stage: its targets, filled up with others in turn. Empty, or 0: all.
@@ -402,14 +405,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings. Defaults: the 1050-step record preset. CPU is a copy of it, with `replace`,
-    and WORDS one of CPU.
+    """Holds one run's settings. Defaults: the 1050-step record preset. Other presets are copies of it, with
+    `replace`.
 
     A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
     ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
-    used; the main ones are GATE_DIM, MUDD_SCALE, the initial values of param_inits(), gate_table() and
-    MUDD_OUTPUTS, and the numbers of rotary_family() in section 7, FP8_* in 10, ANVIL_MAPS in 14, and
-    untie_step() in 4.
+    used; the main ones are in section 3 (initial values, GATE_DIM, MUDD_SCALE), rotary_family() (7), FP8_*
+    (10), ANVIL_MAPS (15) and untie_step() (4).
     """
 
     # ---- Data and goal.
@@ -448,7 +450,7 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 11).
+    # softmax (section 12).
     pointer_dim: int = 128  # the width of its queries and keys; 0: there is no pointer
     pointer_window: Positive = 2560  # how many tokens it looks back in training
     pointer_val_window: Positive = 16384  # and in validation and samples
@@ -495,7 +497,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ---- ANVIL, for the banks (section 14): what follows, down to slow_rate, is for this rule alone.
+    # ---- ANVIL, for the banks (section 15): what follows, down to slow_rate, is for this rule alone.
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -563,67 +565,21 @@ class Config:
 
 RECORD = Config()
 
-# The record preset's layers, without XSA and the copy pointer, on bytes, at widths that two laptop cores
-# train in half a minute.
-CPU = replace(
+# What the presets for two cores have in common.
+SMALL = replace(
     RECORD,
-    preset="cpu",
-    track="cpu",
-    # Text in bytes.
-    data="data/local",
-    target=1.07,
-    vocab_size=257,
-    padded_vocab=264,
-    bos_id=256,
-    val_slice_tokens=4096,
+    length=1.0,  # so that an edit of Config.length shortens the record preset alone
     val_slices=128,
-    # Small enough for two cores.
-    heads=2,
     head_dim=32,
-    mlp_dim=64,  # no lower loss was seen with 128 and 256
     mix_groups=4,
     window_unit=16,
-    # More orders, and contexts that are no n-grams: a byte is less than a token. With contexts a lower rate
-    # gave a lower loss; without them it did not.
-    ngrams=Ngrams(
-        (2, 3, 4, 5, 6),
-        rows_per_order=65536,
-        width=64,
-        dtype="float32",
-        update_every=(1, 1),
-        lr=0.35,
-        contexts=("word", "above", "copy"),
-    ),
-    bigram_vocab_size=16384,  # used with --set ngrams.orders=, when bigram_embed is in the place of n-grams
-    # On this text XSA, the pointer and the record's softcap raise the loss (docs/settings.md). On others that
-    # is not sure.
-    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),
-    pointer_dim=0,
-    softcap=Softcap(30.0, 0.0, 7.5),  # symmetric
+    softcap=Softcap(30.0, 0.0, 7.5),  # symmetric: on bytes the record's raises the loss (docs/settings.md)
     attn_scale=0.25,
     narrow_attn_scale=0.4,
-    # The schedule, for 160 steps. Documents of about 1 KiB are truncated, so that a batch has parts of more
-    # of them; attention then splits none. The next token alone gives a lower loss here than later ones with
-    # it, and bytes have no prefixes.
+    # Documents are truncated, so that a batch has parts of more of them; attention then splits none.
     attention_cap=0,
-    length=1.0,  # so that an edit of another preset's length leaves this one as it is
-    # fmt: off
-    stages=(
-        #  steps batch docs windows      lr_mul
-        Stage(34, 2048, 256, Windows(3, 9), 1.00),
-        Stage(58, 4096, 512, Windows(4, 10), 1.52),
-        Stage(55, 4096, 512, Windows(5, 11), 1.73),
-        Stage(13, 4096, 512, Windows(6, 13), 1.00),
-    ),
-    # fmt: on
     cooldown_frac=0.4,
-    momentum_warmup=72,
-    momentum_cooldown=13,
     late_updates_from=46,
-    two_momenta_from=72,
-    averages=(
-        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 60, 2 / 31, 0.5),
-    ),
     # A third of such a small step is the cost of many small operations, so there are few micro-batches.
     microbatches=2,
     # Without a GPU: plain torch, in fp32; with AMX, the MLPs' products in bf16 (bf16_mlp).
@@ -636,24 +592,68 @@ CPU = replace(
     compile=False,
 )
 
-# The cpu preset with GPT-2's tokens and the copy pointer, to show what depends on the vocabulary. What is not
-# named here is as in the cpu preset, for example the softcap: an edit of CPU changes this preset, too.
+# The record preset's layers, without XSA and the copy pointer, on bytes, at widths that two laptop cores
+# train in half a minute.
+CPU = replace(
+    SMALL,
+    preset="cpu",
+    track="cpu",
+    # Text in bytes.
+    data="data/local",
+    target=1.07,
+    vocab_size=257,
+    padded_vocab=264,
+    bos_id=256,
+    val_slice_tokens=4096,
+    heads=2,
+    mlp_dim=64,  # no lower loss was seen with 128 and 256
+    # More orders, and contexts that are no n-grams: a byte is less than a token. With contexts a lower rate
+    # gave a lower loss; without them it did not.
+    ngrams=Ngrams(
+        (2, 3, 4, 5, 6),
+        rows_per_order=65536,
+        width=64,
+        dtype="float32",
+        update_every=(1, 1),
+        lr=0.35,
+        contexts=("word", "above", "copy"),
+    ),
+    bigram_vocab_size=16384,  # used with --set ngrams.orders=, when bigram_embed is in the place of n-grams
+    # On this text XSA and the pointer raise the loss (docs/settings.md). On others that is not sure.
+    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),
+    pointer_dim=0,
+    # The schedule, for 160 steps. The next token alone gives a lower loss here than later ones with it, and
+    # bytes have no prefixes.
+    # fmt: off
+    stages=(
+        #  steps batch docs windows      lr_mul
+        Stage(34, 2048, 256, Windows(3, 9), 1.00),
+        Stage(58, 4096, 512, Windows(4, 10), 1.52),
+        Stage(55, 4096, 512, Windows(5, 11), 1.73),
+        Stage(13, 4096, 512, Windows(6, 13), 1.00),
+    ),
+    # fmt: on
+    momentum_warmup=72,
+    momentum_cooldown=13,
+    two_momenta_from=72,
+    averages=(
+        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 60, 2 / 31, 0.5),
+    ),
+)
+
+# GPT-2's tokens and the copy pointer on two cores, to show what depends on the vocabulary.
 WORDS = replace(
-    CPU,
+    SMALL,
     preset="words",
     track="words",
     # Text in GPT-2's tokens.
     data="data/words",
     target=2.5,
-    vocab_size=RECORD.vocab_size,
-    padded_vocab=RECORD.padded_vocab,
-    bos_id=RECORD.bos_id,
     val_every=0,
     # Logits of so many columns are made for few tokens at once.
     val_slice_tokens=512,
     head_chunk=64,
-    # Parts of the record preset that the cpu preset leaves out. Of the value embeddings there are only those
-    # that MUDD needs: with the others the loss was not lower.
+    # Of the value embeddings there are only those that MUDD needs: with the others the loss was not lower.
     layers=tuple(replace(layer, value=layer.mudd) for layer in LAYERS),
     pointer_dim=32,
     # Wider than the cpu preset.
@@ -668,9 +668,9 @@ WORDS = replace(
         lr=0.56,
         contexts=("copy",),
     ),
+    bigram_vocab_size=16384,
     # The schedule, for 170 steps. So short a run learns more from the next token alone than from later ones
     # and prefixes. Only the last stage computes the logits of all columns.
-    length=1.0,  # so that an edit of another preset's length leaves this one as it is
     # fmt: off
     stages=(
         #  steps batch docs windows      lr_mul
@@ -682,21 +682,175 @@ WORDS = replace(
     # fmt: on
     momentum_warmup=68,
     momentum_cooldown=12,
-    late_updates_from=46,
     two_momenta_from=68,
-    averages=(replace(CPU.averages[0], window=57, rate=0.0675, keep_norm=False),),
+    averages=(
+        WeightAverage(
+            ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"),
+            57,
+            0.0675,
+            0.5,
+            keep_norm=False,
+        ),
+    ),
     warmup=False,
     adam_lr=0.02,
     bank_lr=0.018,
 )
 
-# A new preset goes here. PRESETS (section 20) has them by name, each rescaled by its `length`.
+# A new preset goes here. PRESETS (section 21) has them by name, each rescaled by its `length`.
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
 # ============================================================================================================
-# 3  Shapes. Of every row of PARAMS the shape and the initial value: a line of param_inits().
+# 3  Shapes. Layers' scalars, gates, and outputs of MUDD; of every row of PARAMS the shape and the initial
+#    value, a line of param_inits().
 # ============================================================================================================
+
+# ---- Layers' scalars, gates, and outputs of MUDD -----------------------------------------------------------
+
+
+# Each layer's scalars: the parameter that has a column of each, and the initial value.
+#
+#   x = resid_attention x + post_attention (out attention(norm(qkv q), norm(qkv k), qkv v + value_embed))
+#       + gated x0 + gated n-grams
+#   x = resid_mlp x + post_mlp (the sum of mlp(norm(x)) over the layer's MLPs)
+#
+# Another one is a line here, one of used_scalars(), and its use: w.scalars["my_scalar"], (T or 1, 1).
+LAYER_SCALARS = {
+    "qkv": ("scalars", 0.5),  # q and k are normed, so only v feels it
+    "out": ("scalars", 1.0),
+    "resid_attention": ("resid_lambdas", 1.0488),  # sqrt(1.1), as the record rounds it
+    "resid_mlp": ("resid_lambdas", 1.0488),
+    "post_attention": ("post_lambdas", 1.0),
+    "post_mlp": ("post_lambdas", 1.0),
+}
+
+
+def scalar_columns(param: str) -> list[float]:
+    """Returns the initial values of a layer's scalars that this parameter has."""
+    return [value for name, value in LAYER_SCALARS.values() if name == param]
+
+
+def used_scalars(cfg: Config) -> list[dict[str, bool]]:
+    """Returns for each layer which of LAYER_SCALARS it reads."""
+    used = []
+    for i, layer in enumerate(cfg.layers):
+        attends = bool(layer.attention)
+        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
+        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
+        used.append(
+            {
+                "qkv": attends,
+                "out": attends,
+                "resid_attention": has_own and adds,
+                "resid_mlp": has_own,
+                "post_attention": has_own and attends,
+                "post_mlp": has_own and layer.mlps > 0,
+            }
+        )
+    return used
+
+
+# The parameters of two small MLPs are stacked along their first axis.
+# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
+TO_LAYER, TO_LM_HEAD = 0, 1
+# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
+UP_TO_SKIP, AFTER_SKIP = 0, 1
+
+
+class Gate(NamedTuple):
+    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
+    is used without a sigmoid; only that of xsa goes through a tanh.
+
+    Another gate is a field of Layer, which check_layers() may have to limit, a line of gate_table(), a `use`
+    below, and gates[use, i] where it acts:
+    in GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
+    embeddings and the pointer have gates of other kinds, which do not come from here.
+    """
+
+    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
+    use: str
+    layer: int
+    columns: int  # one, or one a head
+    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
+
+
+def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
+    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
+
+    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layers after it. The order of columns is record 92's.
+    """
+    early: list[Gate] = []
+    late: list[Gate] = []
+    layers = []  # each layer's number, the layer itself, and the table of its gates
+    for i, layer in enumerate(cfg.layers):
+        table = late if i > cfg.skip_from else early
+        layers.append((i, layer, table))
+    for i, layer, table in layers:
+        if layer.xsa:
+            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+    for i, layer, table in layers:
+        if layer.gate:
+            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+    for i, layer, table in layers:
+        if layer.x0:
+            table.append(Gate("x0", i, columns=1, bias=0.0))
+        if layer.ngram:
+            table.append(Gate("ngram", i, columns=1, bias=0.5))
+    if cfg.skip_to < len(cfg.layers):
+        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    return early, late
+
+
+GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
+MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
+# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
+# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of its LAYER_SCALARS.
+MUDD_OUTPUTS = {
+    "first to value": 0,
+    "backout to value": 0,
+    "x to value": 0,
+    "first": 0,
+    "backout": 0,
+    "x": 0,
+    "left value": 20,  # the value embedding of the first half of the heads
+    "right value": 20,
+    "resid_attention": RESID_BIAS,
+    "post_attention": 10,
+    "first after": 0,  # this and the next are added where attention's output is
+    "ngram after": 0.5,
+    "resid_mlp": RESID_BIAS,
+    "post_mlp": 10,
+}
+
+
+def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
+    """Returns the streams that lm_head_input adds, by the names that GPT.trunk saves them under, and of each
+    the initial bias of its weight, divided by MUDD_SCALE.
+    """
+    tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    values = {f"value {i}": 0.0 for i in range(tables)}
+    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
+    # (PR 140).
+    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
+    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
+
+
+def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
+    gates: tuple[list[float], list[float]] = ([], [])
+    for biases, table in zip(gates, gate_table(cfg)):
+        for gate in table:
+            biases.extend(gate.columns * [gate.bias])
+    return {
+        "mudd": (list(MUDD_OUTPUTS.values()), list(lm_head_stream_biases(cfg).values())),
+        "mudd_gate": gates,
+    }
+
+
+# ---- Shapes and initial values -----------------------------------------------------------------------------
 
 
 # Draws an initial value of this shape, on the CPU.
@@ -735,7 +889,7 @@ def zero_second_of_pairs(draw_all: Draw) -> Draw:
 
 
 def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
-    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
+    """Returns the shape of every parameter of PARAMS, without padding, and what draws its initial value.
 
     One with a size of 0 is of a technique that is off: it does not exist.
     """
@@ -745,47 +899,48 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     L = len(cfg.layers)
     V = cfg.padded_vocab
     attending = [layer for layer in cfg.layers if layer.attention]
-    narrow = sum(layer.narrow_qk for layer in attending)
-    wide = len(attending) - narrow
-    mlps = sum(layer.mlps for layer in cfg.layers)
+    num_narrow = sum(layer.narrow_qk for layer in attending)
+    num_wide = len(attending) - num_narrow
+    num_mlps = sum(layer.mlps for layer in cfg.layers)
     value_tables = sum(layer.value for layer in attending)
     value_gates = sum(layer.value and not layer.mudd for layer in attending)
-    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
+    bigram_rows = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
     # The mix before the head weighs each stream as a whole and by groups of its channels.
     biases = small_mlp_biases(cfg)
-    streams = len(lm_head_stream_biases(cfg))
-    mudd_biases = max(len(MUDD_OUTPUTS), streams)
-    mudd_outputs = max(len(MUDD_OUTPUTS), streams * (1 + cfg.mix_groups))
+    num_streams = len(lm_head_stream_biases(cfg))
+    mudd_biases = max(len(MUDD_OUTPUTS), num_streams)
+    mudd_outputs = max(len(MUDD_OUTPUTS), num_streams * (1 + cfg.mix_groups))
     mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
-    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
-    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
+    num_gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
+    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and num_gates else 0
     zeros = constant(0.0)
-    # Each layer's factors of its QKV and of its output product. Queries and keys are normed, so only values
-    # feel the first. Then the factor of the smear, and the skip's before its sigmoid.
-    scalars = [0.5, 1.0] * L + [0.0, -1.5]
+    # Behind those of all layers: the factor of the smear, and the skip's before its sigmoid.
+    scalars = L * scalar_columns("scalars") + [0.0, -1.5]
+    post_lambdas = scalar_columns("post_lambdas")
+    resid_lambdas = scalar_columns("resid_lambdas")
     return {
         # Two heads' queries, or keys, are one matrix, which ANVIL orthogonalizes as a whole.
-        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
-        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
+        "qk_bank": ((num_wide * H, 2 * D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((num_narrow * H, D, d), uniform(0.5, d)),
         "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
-        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), zero_second_of_pairs(uniform(0.5, d))),
-        "scalars": ((2 * L + 2,), given_rows(scalars)),
+        "mlp_bank": ((2 * num_mlps, cfg.mlp_dim, d), zero_second_of_pairs(uniform(0.5, d))),
+        "scalars": ((len(scalars),), given_rows(scalars)),
         "smear_gate": ((1, GATE_DIM), zeros),
         "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
         "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
         "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
         "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
         "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
-        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
-        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
-        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
-        "post_lambdas": ((L, 2), constant(1.0)),
-        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
+        "mudd_gate_w2": ((2, num_gates, gates_hidden), zeros),
+        "mudd_gate_b2": ((2, num_gates), given_rows(*biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, num_gates),), constant(0.1)),
+        "post_lambdas": ((L, len(post_lambdas)), given_rows(*L * [post_lambdas])),
+        "resid_lambdas": ((L, len(resid_lambdas)), given_rows(*L * [resid_lambdas])),
         "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
         "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
         "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
         "lm_head": ((d, V), normal(0.005)),
-        "bigram_embed": ((bigrams, d), zeros),
+        "bigram_embed": ((bigram_rows, d), zeros),
         "value_embeds": ((V, value_tables, d), normal(0.01)),
         "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
     }
@@ -902,7 +1057,9 @@ def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
 
 
 def scheduled_momentum(cfg: Config, step: int) -> float:
-    """Returns the momentum: a line from min to max, then max, and in the last steps a line back to min."""
+    """Returns the momentum: a line from min to max, then max, and in the last steps a line towards min, which
+    it would reach one step after the last.
+    """
     to_go = (cfg.momentum_warmup - step) / max(1, cfg.momentum_warmup)
     cooled = (step - cfg.steps + cfg.momentum_cooldown) / max(1, cfg.momentum_cooldown)
     decline = max(0, to_go, cooled)
@@ -915,8 +1072,8 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     A new value that depends on the step is a field of StepPlan, set here. If the forward or the backward
     reads it, and it has few values, it is an argument of forward_backward, too, and CUDAGraphs capture for
     each value. If it has many, it goes there as a tensor of MicroBatch, as loss_weights do. If GPT.trunk
-    reads it as a size or a number, compiler_of() must name it. If another value needs another compilation,
-    it is a part of warmup_ranges' `kind`.
+    reads it as a size or a number, configure_compiler() must name it. If another value needs another
+    compilation, it is a part of warmup_ranges' `kind`.
     """
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
@@ -972,6 +1129,10 @@ def average_rates(cfg: Config, step: int) -> tuple[float, ...]:
 
 def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
     return {name: units * cfg.window_unit for name, units in vars(windows).items()}
+
+
+def num_microbatches(cfg: Config, world_size: int) -> int:
+    return max(cfg.microbatches, world_size)
 
 
 def warmup_ranges(cfg: Config) -> list[range]:
@@ -1052,6 +1213,10 @@ def compiled(function: Callable) -> Callable:
     return call
 
 
+# Redrawn often on a terminal, but rarely in a file, which keeps every line.
+progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
+
+
 def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name)
 
@@ -1075,10 +1240,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def num_microbatches(cfg: Config, world_size: int) -> int:
-    return max(cfg.microbatches, world_size)
-
-
 def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -1088,7 +1249,7 @@ def int32(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
-NO_INT32 = np.empty(0, np.int32)
+EMPTY_INT32 = np.empty(0, np.int32)
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -1102,7 +1263,7 @@ map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and t
 def pack(nest):
     """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
 
-    If the process uses one, the buffer is page-locked; torch reuses such memory when no tensor holds it and
+    If the process uses a GPU, the buffer is page-locked; torch reuses such memory when no tensor holds it and
     the asynchronous copies from it are done.
     """
     sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
@@ -1125,9 +1286,32 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
     return map_tensors(moved, packed)
 
 
+@compiled
+def write_transpose(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
+
+
+def transposed_copy(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    write_transpose(out := x.new_empty(x.T.shape), x)
+    return out
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
+
+
 # ============================================================================================================
 # 6  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
-#    Segments and RowRoutes are in section 15.
+#    Segments and RowRoutes are in section 16.
 # ============================================================================================================
 
 
@@ -1144,7 +1328,7 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some documents, one after the other: what one forward and backward takes. Section 19 makes it on the
+    """Some documents, one after the other: what one forward and backward takes. Section 20 makes it on the
     host.
     """
 
@@ -1203,7 +1387,7 @@ def train_step(
         for param in optimizer.params.values():
             param.end_backward()  # the next micro-batch's gradients are added; tables' always are
         optimizer.add_rows(row_grads, segments, model.signs)
-        # For the log alone: gradients are those of the sum over a micro-batch's tokens.
+        # Only the logged loss is a mean over tokens; gradients are of the sum.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if model.fp8_mlps:
@@ -1230,18 +1414,12 @@ def forward_backward(
     the gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument, or
     CUDAGraphs would replay what it was.
     """
-    cfg = model.cfg
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
     x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_weights)  # (T, d)
     prefixes = model.longest_prefix if with_prefix else None
     targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
-    pointer_probs = None
-    if cfg.pointer_dim:
-        pointer_inputs = model.pointer_inputs(x)
-        probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
-        # The head writes the gradient of probs.
-        pointer_probs = PointerProbs(probs, model.copy_gate_column, grad=torch.empty_like(probs))
+    pointer_probs = model.pointer_probs(x, micro_batch, model.cfg.pointer_window)
 
     # The head, forward and backward.
     loss, dx = model.head_loss_and_grad(
@@ -1257,11 +1435,8 @@ def forward_backward(
     roots = [x]
     root_grads = [dx]
     if pointer_probs is not None:
-        pointer_grads = model.backend.pointer_grad(
-            pointer_inputs, micro_batch, cfg.pointer_window, probs, lse, pointer_probs.grad
-        )
-        roots.extend(pointer_inputs)
-        root_grads.extend(pointer_grads)
+        roots.append(pointer_probs.probs)
+        root_grads.append(pointer_probs.grad)
     with traced("backward"):
         torch.autograd.backward(roots, root_grads)
     row_grads = {}
@@ -1287,16 +1462,13 @@ def validate(
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(int32(NO_INT32))  # no rows; but it takes part
+            model.ngrams.fetch(int32(EMPTY_INT32))  # no rows; but it takes part
     return exchange.all_reduce(losses).wait().mean().item()
 
 
 # ============================================================================================================
-# 7  Model. Layers' scalars, gates, and outputs of MUDD; GPT with its embeddings, layers and head; functions
-#    of the forward and of the loss's targets.
-# ============================================================================================================
-
-
+# 7  Model. GPT with its embeddings, layers and head; functions of its forward.
+#
 # The streams of the record preset, by the names that GPT.trunk saves them under:
 #
 #   x0              norm of the smeared embeddings
@@ -1310,151 +1482,10 @@ def validate(
 #   layer 9         no attention; MLP
 #   layer 10        MUDD adds "first" and "backout" to x and to the values; attention of norm("backout"), with
 #                   which MUDD adds "first" and "ngram"; MLP
-#   lm_head         norm(x + the sum of lm_head_streams, each times a weight of the token)
+#   lm_head         norm(x + the sum of lm_head_streams, each times weights of the token, also by channels)
 #
 # Before their MLPs layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4, 5, 9 one of "ngram".
-
-# ---- Layers' scalars, gates, and outputs of MUDD -----------------------------------------------------------
-
-
-class LayerScalars(NamedTuple):
-    """A layer's factors: learned numbers, in the order of layer_scalars()' columns.
-
-        x = resid_attention x + post_attention (out attention(norm(qkv q), norm(qkv k), qkv v + value_embed))
-            + gated x0 + gated n-grams
-        x = resid_mlp x + post_mlp mlp(norm(x)), for each MLP
-
-    Another one is a field here, a flag in used_scalars(), a column of a parameter in param_inits(), the same
-    column in layer_scalars(), and its use.
-    """
-
-    qkv: Tensor  # GPT.scalars, which also has, behind all layers, a number for the smear and one for the skip
-    out: Tensor
-    resid_attention: Tensor  # GPT.resid_lambdas
-    resid_mlp: Tensor
-    post_attention: Tensor  # GPT.post_lambdas
-    post_mlp: Tensor
-
-
-# The parameters of two small MLPs are stacked along their first axis.
-# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
-TO_LAYER, TO_LM_HEAD = 0, 1
-# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
-UP_TO_SKIP, AFTER_SKIP = 0, 1
-
-
-class Gate(NamedTuple):
-    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
-    is used without a sigmoid; only that of xsa goes through a tanh.
-
-    Another gate is a field of Layer, which check_layers() may have to limit, a line of gate_table(), a `use`
-    below, and gates[use, i] where it acts:
-    in GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
-    embeddings and the pointer have gates of other kinds, which do not come from here.
-    """
-
-    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
-    use: str
-    layer: int
-    columns: int  # one, or one a head
-    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
-
-
-def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
-    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
-
-    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it. The order of columns is record 92's.
-    """
-    early: list[Gate] = []
-    late: list[Gate] = []
-    layers = []  # each layer's number, the layer itself, and the table of its gates
-    for i, layer in enumerate(cfg.layers):
-        table = late if i > cfg.skip_from else early
-        layers.append((i, layer, table))
-    for i, layer, table in layers:
-        if layer.xsa:
-            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
-    for i, layer, table in layers:
-        if layer.gate:
-            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
-    for i, layer, table in layers:
-        if layer.x0:
-            table.append(Gate("x0", i, columns=1, bias=0.0))
-        if layer.ngram:
-            table.append(Gate("ngram", i, columns=1, bias=0.5))
-    if cfg.skip_to < len(cfg.layers):
-        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
-    return early, late
-
-
-def used_scalars(cfg: Config) -> list[tuple[bool, ...]]:
-    """Returns for each layer which of LayerScalars' fields it uses."""
-    used = []
-    for i, layer in enumerate(cfg.layers):
-        attends = bool(layer.attention)
-        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
-        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
-        flags = dict(
-            qkv=attends,
-            out=attends,
-            resid_attention=has_own and adds,
-            resid_mlp=has_own,
-            post_attention=has_own and attends,
-            post_mlp=has_own and layer.mlps > 0,
-        )
-        used.append(tuple(flags[name] for name in LayerScalars._fields))
-    return used
-
-
-GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
-MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
-# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of LayerScalars'.
-MUDD_OUTPUTS = {
-    "first to value": 0,
-    "backout to value": 0,
-    "x to value": 0,
-    "first": 0,
-    "backout": 0,
-    "x": 0,
-    "left value": 20,  # the value embedding of the first half of the heads
-    "right value": 20,
-    "resid_attention": RESID_BIAS,
-    "post_attention": 10,
-    "first after": 0,  # this and the next are added where attention's output is
-    "ngram after": 0.5,
-    "resid_mlp": RESID_BIAS,
-    "post_mlp": 10,
-}
-
-
-def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
-    """Returns the streams that lm_head_input adds, by the names that GPT.trunk saves them under, and of each
-    the initial bias of its weight, divided by MUDD_SCALE.
-    """
-    tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    values = {f"value {i}": 0.0 for i in range(tables)}
-    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
-    # (PR 140).
-    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
-    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
-
-
-def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    gates: tuple[list[float], list[float]] = ([], [])
-    for biases, table in zip(gates, gate_table(cfg)):
-        for gate in table:
-            biases.extend(gate.columns * [gate.bias])
-    return {
-        "mudd": (list(MUDD_OUTPUTS.values()), list(lm_head_stream_biases(cfg).values())),
-        "mudd_gate": gates,
-    }
-
-
-# ---- GPT ---------------------------------------------------------------------------------------------------
+# ============================================================================================================
 
 
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
@@ -1484,7 +1515,7 @@ class LayerWeights(NamedTuple):
     value_embed: Tensor | None
     ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
     mlps: list[MLPWeights]
-    scalars: LayerScalars  # (T or 1, 1) each
+    scalars: dict[str, Tensor]  # by the names of LAYER_SCALARS, (T or 1, 1) each
 
 
 class GPT(nn.Module):
@@ -1557,9 +1588,10 @@ class GPT(nn.Module):
         # Each token's longest prefix, by prefix_table(); until that is built no token has one.
         self.longest_prefix = torch.full((cfg.padded_vocab,), -1, device=device)
         self.copy_gate_column = torch.tensor([cfg.copy_gate_column], device=device)
-        # Which of its scalars each layer uses, and their places in layer_scalars()' flattened table.
+        # Which scalars each layer reads, and their places in layer_scalars()' flattened table.
         self.used_scalars = used_scalars(cfg)
-        self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
+        flags = [[used[name] for name in LAYER_SCALARS] for used in self.used_scalars]
+        self.scalar_places = torch.tensor(flags).flatten().nonzero()[:, 0].to(device)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -1630,7 +1662,7 @@ class GPT(nn.Module):
         return self.trunk(looked_up, sequence, windows, banks, fp8_weights)
 
     @compiled
-    def trunk(  # compiler_of() names some of its arguments
+    def trunk(  # configure_compiler() names some of its arguments
         self,
         looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
@@ -1690,14 +1722,14 @@ class GPT(nn.Module):
             if layer.ngram and i > 0:
                 added.append((gates["ngram", i], ngram))
             if added:
-                x = mix([(w.scalars.resid_attention, x), *added])
+                x = mix([(w.scalars["resid_attention"], x), *added])
             mlp_outputs: list[Term] = []
             if layer.mlps or layer.mudd:
                 mlp_input = norm(x)
                 mlp_outputs = self.mlp_branch(mlp_input, w)
             if layer.mudd:
                 streams["mudd mlp"] = mlp_input
-            x = mix([(w.scalars.resid_mlp, x), *mlp_outputs])
+            x = mix([(w.scalars["resid_mlp"], x), *mlp_outputs])
             if i == cfg.skip_from:
                 streams["skip"] = x
                 gates |= self.compute_gates(AFTER_SKIP, x)
@@ -1750,23 +1782,21 @@ class GPT(nn.Module):
             layers.append(LayerWeights(qk, v, out, value, ve_gate, mlps, scalars))
         return layers
 
-    def layer_scalars(self, T: int) -> list[LayerScalars]:
-        """Returns the layers' scalars, (T or 1, 1) each; None where a layer does not use that scalar.
+    def layer_scalars(self, T: int) -> list[dict[str, Tensor]]:
+        """Returns each layer's scalars, (T or 1, 1), by the names of LAYER_SCALARS; those that it reads.
 
         In compiled code they are repeated for every token, so that one sum over the tokens gives the
         gradients of all; elsewhere they are (1, 1). They are taken by one index: slices would be copied one
         by one in compiled code.
         """
-        table = torch.cat([self.scalars[:-2].view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
-        used = table.flatten()[self.scalar_places].view(-1, 1, 1)
+        params = [self.scalars[:-2], self.resid_lambdas, self.post_lambdas]  # in the order of LAYER_SCALARS
+        table = torch.cat([param.view(len(self.used_scalars), -1) for param in params], dim=1)
+        read = table.flatten()[self.scalar_places].view(-1, 1, 1)
         repeats = T if torch.compiler.is_compiling() else 1
-        remaining = iter(used.expand(-1, repeats, 1).unbind())
+        remaining = iter(read.expand(-1, repeats, 1).unbind())
         layers = []
-        for flags in self.used_scalars:
-            scalars = []
-            for is_used in flags:
-                scalars.append(next(remaining) if is_used else None)
-            layers.append(LayerScalars(*scalars))
+        for used in self.used_scalars:
+            layers.append({name: next(remaining) for name in LAYER_SCALARS if used[name]})
         return layers
 
     def mudd_connections(
@@ -1787,13 +1817,8 @@ class GPT(nn.Module):
         )
         x = mix([(1 + m["x"], x), (m["first"], first), (m["backout"], backout)])
         added: list[Term] = [(m["first after"], first), (m["ngram after"], streams["ngram"])]
-        scalars = w.scalars._replace(
-            resid_attention=m["resid_attention"],
-            post_attention=m["post_attention"],
-            resid_mlp=m["resid_mlp"],
-            post_mlp=m["post_mlp"],
-        )
-        return x, w._replace(value_embed=value, scalars=scalars), added
+        by_token = {name: m[name] for name in ("resid_attention", "post_attention", "resid_mlp", "post_mlp")}
+        return x, w._replace(value_embed=value, scalars=w.scalars | by_token), added
 
     def attention_branch(
         self, i: int, h: Tensor, w: LayerWeights, gates: Gates, sequence: tuple[Tensor, int], window: int
@@ -1820,7 +1845,7 @@ class GPT(nn.Module):
         if layer.gate:
             # A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
             y = y * gates["output", i][:, :, None]
-        scale = w.scalars.out * w.scalars.post_attention
+        scale = w.scalars["out"] * w.scalars["post_attention"]
         return scale, linear(y.flatten(1), w.out)
 
     def queries_keys_values(self, layer: Layer, h: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
@@ -1834,9 +1859,9 @@ class GPT(nn.Module):
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
         # remove the factor of queries and keys again, so it acts on values alone. The factor is expanded to
         # the shape of the norms, so that compiled code has one kernel for the backward of both.
-        scale = w.scalars.qkv[..., None, None].expand(T, 2, heads, 1)
+        scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
         qk = norm(mix([(scale, qk.view(T, 2, heads, qk_dim))]))
-        v = mix([(w.scalars.qkv, v)]).view(T, heads, v_dim)
+        v = mix([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
         if w.value_embed is not None:
             # Value embeddings: a second embedding of the token is added to the values, so that the stream
             # need not carry the token up to this layer (records 14, 17; value residuals: Zhou et al. 2024,
@@ -1862,7 +1887,7 @@ class GPT(nn.Module):
             fc_matrix = fc.w.to(mlp_dtype)
             proj_matrix = proj.w.to(mlp_dtype)
             y = MLP.apply(h, (fc, proj), fc_matrix, proj_matrix, self.backend, fp8)
-            outputs.append((w.scalars.post_mlp, y.to(dtype)))
+            outputs.append((w.scalars["post_mlp"], y.to(dtype)))
         return outputs
 
     def compute_gates(self, which: int, u: Tensor) -> Gates:
@@ -1924,14 +1949,14 @@ class GPT(nn.Module):
         x. The remaining backward begins with it, and with pointer_probs.grad, which this writes.
         """
         w = self.lm_head
-        chunk = self.cfg.head_chunk
+        chunk_size = self.cfg.head_chunk
         if sampled_columns is not None:
             w = w.index_select(1, sampled_columns)  # (d, P)
             targets = index_in(targets, sampled_columns)
             if pointer_probs is not None:
                 copy_gate_column = index_in(pointer_probs.copy_gate_column, sampled_columns)
                 pointer_probs = pointer_probs._replace(copy_gate_column=copy_gate_column)
-            chunk *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
+            chunk_size *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
         fp8 = self.backend.fp8
         fp8_scale = 0.0  # of dlogits
         if fp8:  # with fixed scales, and second factors of products column-major
@@ -1943,24 +1968,24 @@ class GPT(nn.Module):
             w8, w8_T = to_fp8_and_copy(w, FP8_W)
         dx = torch.empty_like(x)
         losses = []
-        for i in range(0, len(x), chunk):
-            rows = slice(i, i + chunk)
+        for i in range(0, len(x), chunk_size):
+            chunk = slice(i, i + chunk_size)
             if fp8:
-                logits = fp8_matmul(x8[rows], w8_T.T, (x_scale, w_scale), x8.dtype, fast=True)
+                logits = fp8_matmul(x8[chunk], w8_T.T, (x_scale, w_scale), x8.dtype, fast=True)
             else:
-                logits = x[rows] @ w
-            chunk_pointer = None if pointer_probs is None else pointer_probs.part(rows)
+                logits = x[chunk] @ w
+            chunk_pointer = None if pointer_probs is None else pointer_probs.chunk(chunk)
             chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
-                logits, targets[rows], loss_weights, fp8_scale, chunk_pointer, self.cfg.softcap
+                logits, targets[chunk], loss_weights, fp8_scale, chunk_pointer, self.cfg.softcap
             )
             losses.append(chunk_losses)
             del logits  # before the next chunk's
             if fp8:
-                fp8_matmul(dlogits, w8.T, (dlogits_scale, w_scale), dx.dtype, out=dx[rows])
-                head.add_product(x8_T[:, rows].T, dlogits_T[0].T, (x_scale, dlogits_scale), sampled_columns)
+                fp8_matmul(dlogits, w8.T, (dlogits_scale, w_scale), dx.dtype, out=dx[chunk])
+                head.add_product(x8_T[:, chunk].T, dlogits_T[0].T, (x_scale, dlogits_scale), sampled_columns)
             else:
-                torch.mm(dlogits, w.T, out=dx[rows])
-                head.add_product(x[rows], dlogits, (), sampled_columns)
+                torch.mm(dlogits, w.T, out=dx[chunk])
+                head.add_product(x[chunk], dlogits, (), sampled_columns)
         return torch.cat(losses).sum(), dx
 
     @compiled
@@ -1977,22 +2002,25 @@ class GPT(nn.Module):
         k = k.to(x.dtype)
         return PointerInputs(q, k, upcast(q) @ sink * len(sink) ** -0.5)
 
+    def pointer_probs(self, x: Tensor, micro_batch: MicroBatch, window: int) -> PointerProbs | None:
+        """Returns what the pointer says, of the head's inputs x (T, d); None if the model has no pointer."""
+        if not self.cfg.pointer_dim:
+            return None
+        probs = Pointer.apply(*self.pointer_inputs(x), micro_batch, window, self.backend)
+        return PointerProbs(probs, self.copy_gate_column, grad=torch.empty_like(probs))
+
     @torch.no_grad()
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         cfg = self.cfg
         x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
-        if cfg.pointer_dim:
-            pointer_inputs = self.pointer_inputs(x)
-            probs, _ = self.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_val_window)
+        pointer_probs = self.pointer_probs(x, micro_batch, cfg.pointer_val_window)
         losses = []
         for i in range(0, len(x), cfg.head_chunk):
-            rows = slice(i, i + cfg.head_chunk)
-            pointer_probs = None
-            if cfg.pointer_dim:
-                pointer_probs = PointerProbs(probs[:, rows], self.copy_gate_column)
-            logits = x[rows] @ self.lm_head
-            losses.append(next_token_losses(logits, micro_batch.targets[rows], pointer_probs, cfg.softcap))
+            chunk = slice(i, i + cfg.head_chunk)
+            chunk_pointer = None if pointer_probs is None else pointer_probs.chunk(chunk)
+            logits = x[chunk] @ self.lm_head
+            losses.append(next_token_losses(logits, micro_batch.targets[chunk], chunk_pointer, cfg.softcap))
         return torch.cat(losses)
 
     @torch.no_grad()
@@ -2005,7 +2033,7 @@ class GPT(nn.Module):
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
-        micro_batch = move(pack(make_micro_batch(text, NO_INT32, len(tokens), cfg)), self.device)
+        micro_batch = move(pack(make_micro_batch(text, EMPTY_INT32, len(tokens), cfg)), self.device)
         looked_up = self.look_up(micro_batch, training=False)
         x = self.forward(looked_up, micro_batch, window_tokens(cfg, cfg.val_windows))
         z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
@@ -2122,34 +2150,12 @@ def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
     for scale, stream in zip(scales, streams):
         terms.append((scale, stream.unflatten(1, (groups, -1))))
-    # Norm's backward reads its result, which is kept. Compiled, rms_norm's would mix all streams again.
+    # Norm, compiled, too: its backward reads only its result. rms_norm's would mix all streams again.
     return Norm.apply(mix(terms).flatten(1))
 
 
-@compiled
-def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Returns the next `count` tokens of each position, (T, count) int64, from the next one alone, `targets`
-    (T,). -1: there is none. With `prefixes` (V,), a last column has the next token's prefix.
-    """
-    columns = []
-    for k in range(count):
-        missing = min(k, len(targets))
-        columns.append(F.pad(targets[k:], (0, missing), value=-1))
-    if prefixes is not None:
-        columns.append(prefixes[targets])
-    return torch.stack(columns, dim=1)
-
-
-@compiled
-def index_in(ids: Tensor, columns: Tensor) -> Tensor:
-    """Returns where each of `ids` int64 is among ascending `columns` (P,) int32; -1: absent."""
-    at = torch.searchsorted(columns.long(), ids).clamp_max(len(columns) - 1)
-    return torch.where(columns[at] == ids, at, -1)
-
-
 # ============================================================================================================
-# 8  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad. The
-#    MLP is in section 9.
+# 8  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad.
 # ============================================================================================================
 
 
@@ -2234,7 +2240,7 @@ def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
 
 # ============================================================================================================
 # 9  Layers. Of each operation: its formula, its form in plain torch, and, where it has one, its Triton
-#    kernel, with what launches that for the arguments of the plain form. The Backend (section 18) chooses.
+#    kernel, with what launches that for the arguments of the plain form. The Backend (section 19) chooses.
 # ============================================================================================================
 
 
@@ -2479,6 +2485,14 @@ def flash_attention(
     return y[:, :, :v_dim]  # type: ignore
 
 
+# ============================================================================================================
+# 10  FP8. Scales, casts, products.
+#
+# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
+# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
+# needed in two layouts, x and x^T.
+# ============================================================================================================
+
 # ---- What several kernels need -----------------------------------------------------------------------------
 
 # Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
@@ -2518,219 +2532,7 @@ def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.con
     return total
 
 
-# ---- MLP: squared ReLU -------------------------------------------------------------------------------------
-
-
-class MLP(torch.autograd.Function):
-    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
-
-    relu_square() says how to write another activation.
-
-    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
-    Gradients pass straight through the roundings, but a square that becomes 0 has none.
-    """
-
-    @staticmethod
-    def forward(ctx, h, weights, fc_w, proj_w, backend, fp8):
-        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
-        if fp8 is None:
-            square = backend.relu_square(h, fc_w)
-            ctx.save_for_backward(h, square, fc_w, proj_w)
-            return square @ proj_w
-        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
-        square8, square8_T = backend.relu_square_fp8(h8, fp8)
-        ctx.save_for_backward(h8_T, square8, square8_T)
-        proj8_T = fp8.weights_T[1]
-        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, dy):
-        backend, fp8 = ctx.backend, ctx.fp8
-        to_fc, to_proj = ctx.weights
-        if fp8 is None:
-            h, square, fc_w, proj_w = ctx.saved_tensors
-            da = backend.relu_square_grad(dy, proj_w, square)
-            return da @ fc_w, None, to_fc.deliver_grad(da, h), to_proj.deliver_grad(square, dy), None, None
-        h8_T, square8, square8_T = ctx.saved_tensors
-        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
-        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
-        fc8_T = fp8.weights_T[0]
-        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
-        dfc = to_fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
-        dproj = to_proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
-        return dh, None, dfc, dproj, None, None
-
-
-def relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
-
-    Another activation needs no gradient by hand: in GPT.mlp_branch write
-    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false.
-
-    This form takes less memory. It is for activations that are 0 for negative inputs and rising for positive
-    ones, because relu_square_grad gets only the output. Edit both; with FP8 relu_square_fp8, too; and on a
-    GPU relu_square_kernel, or run without that kernel.
-
-    The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
-    """
-    return F.linear(h, fc).relu_().square()
-
-
-def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
-
-    The root is not rounded, except in bf16 on a CPU, where that takes half the time; rounded, it is
-    relu(h fc^T) again.
-    """
-    if square.dtype == torch.bfloat16 and not square.is_cuda:
-        root = square.sqrt()
-    else:
-        # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
-        root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
-    return (2 * dy @ proj.T).mul_(root)
-
-
-def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns `square` in e4m3 for a8 = h (T, d) in e4m3; or da in e5m2 for a8 = dy in e5m2 and square8:
-    (T, F), and transposed.
-
-    The result is first rounded to bf16. mlp.amax keeps the larger of its entry and the result's maximum.
-    """
-    backward = int(square8 is not None)
-    a_scale, w_scale, out_scale = mlp.scales[:, backward]
-    product = a8.float() @ mlp.weights[backward].float().T * (a_scale * w_scale)
-    if square8 is None:
-        result = product.bfloat16().relu_().square()
-    else:
-        square = square8.float() * mlp.scales[RESULT, 0]
-        result = (product * square.sqrt_().mul_(2)).bfloat16()
-    amax = mlp.amax.view(-1)[2 * mlp.i + backward]
-    amax.copy_(torch.maximum(amax, result.abs().max()))
-    return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
-
-
-@jit(do_not_specialize_on_alignment=["scales"])
-def relu_square_kernel(
-    a,
-    b,
-    square,
-    out,
-    out_T,
-    scales,
-    SCALE_STEP: tl.constexpr,
-    amax,
-    amax_index,
-    M,
-    N,
-    K,
-    a_m,
-    a_k,
-    b_n,
-    b_k,
-    FP8_MAX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Computes a tile of relu(a b^T)^2 or, with `square`, of 2 sqrt(square) (a b^T).
-
-    GROUP rows of tiles share operands in the L2 cache.
-    FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
-    scales: FP8MLP's (3, 2), SCALE_STEP apart. In a row the forward's comes first.
-    """
-    i, j = tl.program_id(1), tl.program_id(0)
-    i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
-    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    product = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
-    offs, mask = tile_offsets(rows, cols, M, N)
-    dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
-    if FP8_MAX:
-        # The scales of a, b and the result are the rows of FP8_SCALES, in the column of the forward or of the
-        # backward; that of `square` is the result's of the forward.
-        scale = scales if square is None else scales + SCALE_STEP
-        product *= tl.load(scale) * tl.load(scale + WEIGHT_AT * SCALE_STEP)
-    if square is None:
-        relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-        result = relu * relu
-    else:
-        squares = load_fp32(square + offs, mask)
-        if FP8_MAX:
-            squares *= tl.load(scales + RESULT_AT * SCALE_STEP)
-        else:
-            product = product.to(dtype).to(tl.float32)
-        result = 2 * tl.sqrt(squares) * product
-    result = result.to(dtype)
-    if FP8_MAX:
-        result = result.to(tl.float32)
-        tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        codes = result * (1 / tl.load(scale + RESULT_AT * SCALE_STEP))
-        store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
-    else:
-        tl.store(out + offs, result, mask=mask)
-
-
-RELU_SQUARE_TILES = {
-    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
-    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
-    "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
-}
-
-
-class FP8Args(NamedTuple):
-    """The kernel's arguments that only FP8 has, in their order; FP8_MAX stands among the sizes."""
-
-    out_T: Tensor | None = None
-    scales: Tensor | None = None
-    scale_step: int = 0
-    amax: Tensor | None = None
-    amax_index: int = 0
-
-
-def launch_relu_square(
-    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: FP8Args, fp8_max: int = 0
-) -> None:
-    M, K = a.shape
-    N = len(b)
-    name = "small"
-    if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10):
-        name = "large fp8" if fp8_max else "large"
-    tiles = RELU_SQUARE_TILES[name]
-    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
-    strides = a.stride() + b.stride()
-    relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
-
-
-def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    out = h.new_empty(len(h), len(fc))
-    launch_relu_square(h, fc, None, out, FP8Args())
-    return out
-
-
-def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    out = dy.new_empty(len(dy), len(proj))
-    launch_relu_square(dy, proj, square, out, FP8Args())
-    return out
-
-
-def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    backward = int(square8 is not None)
-    w8 = mlp.weights[backward]
-    out = a8.new_empty(len(a8), len(w8))
-    out_T = a8.new_empty(len(w8), len(a8))
-    fp8_args = FP8Args(out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward)
-    launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
-    return out, out_T
-
-
-# ============================================================================================================
-# 10  FP8. Scales, casts, products.
-#
-# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
-# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
-# needed in two layouts, x and x^T.
-# ============================================================================================================
+# ---- Scales and casts --------------------------------------------------------------------------------------
 
 
 E4M3_MAX = 448.0  # more digits: activations and weights
@@ -2880,14 +2682,8 @@ def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return x8, transposed_copy(x8)
 
 
-def transposed_copy(x: Tensor) -> Tensor:
-    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    write_transpose(out := x.new_empty(x.T.shape), x)
-    return out
-
-
 @compiled
-def fp8_mlp_weights(out: list[Tensor], bank: Tensor, scales: Tensor, previous_amax: Tensor) -> None:
+def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_amax: Tensor) -> None:
     """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
 
     Writes FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
@@ -2939,7 +2735,7 @@ class FP8MLPState:
         """
         if exact:
             self.weight_amax.zero_()
-        fp8_mlp_weights(self.weights, bank[: 2 * len(self.amax)], self.scales, self.weight_amax)
+        convert_mlp_bank(self.weights, bank[: 2 * len(self.amax)], self.scales, self.weight_amax)
         weights, weights_T = self.weights
         return FP8MLP(weights, weights_T, self.scales, self.amax.zero_())
 
@@ -2961,25 +2757,252 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
 
 
 # ============================================================================================================
-# 11  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
+# 11  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
+# ============================================================================================================
+
+
+class MLP(torch.autograd.Function):
+    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
+
+    relu_square() says how to write another activation.
+
+    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
+    Gradients pass straight through the roundings, but a square that becomes 0 has none.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weights, fc_w, proj_w, backend, fp8):
+        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
+        if fp8 is None:
+            square = backend.relu_square(h, fc_w)
+            ctx.save_for_backward(h, square, fc_w, proj_w)
+            return square @ proj_w
+        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
+        square8, square8_T = backend.relu_square_fp8(h8, fp8)
+        ctx.save_for_backward(h8_T, square8, square8_T)
+        proj8_T = fp8.weights_T[1]
+        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        backend, fp8 = ctx.backend, ctx.fp8
+        to_fc, to_proj = ctx.weights
+        if fp8 is None:
+            h, square, fc_w, proj_w = ctx.saved_tensors
+            da = backend.relu_square_grad(dy, proj_w, square)
+            return da @ fc_w, None, to_fc.deliver_grad(da, h), to_proj.deliver_grad(square, dy), None, None
+        h8_T, square8, square8_T = ctx.saved_tensors
+        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
+        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
+        fc8_T = fp8.weights_T[0]
+        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
+        dfc = to_fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = to_proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        return dh, None, dfc, dproj, None, None
+
+
+def relu_square(h: Tensor, fc: Tensor) -> Tensor:
+    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
+
+    Another activation needs no gradient by hand: in GPT.mlp_branch write
+    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false.
+
+    This form takes less memory. It is for activations that are 0 for negative inputs and rising for positive
+    ones, because relu_square_grad gets only the output. Edit both; with FP8 relu_square_fp8, too; and on a
+    GPU relu_square_kernel, or run without that kernel.
+
+    The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
+    """
+    return F.linear(h, fc).relu_().square()
+
+
+def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
+
+    The root is not rounded, except in bf16 on a CPU, where that takes half the time; rounded, it is
+    relu(h fc^T) again.
+    """
+    if square.dtype == torch.bfloat16 and not square.is_cuda:
+        root = square.sqrt()
+    else:
+        # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
+        root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
+    return (2 * dy @ proj.T).mul_(root)
+
+
+def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Computes, without square8, the forward: a8 is h (T, d) in e4m3; returns `square` in e4m3. With it, the
+    backward: a8 is dy (T, d) in e5m2; returns da in e5m2. Both are (T, F), with the transpose (F, T).
+
+    The result is first rounded to bf16. mlp.amax keeps the larger of its entry and the result's maximum.
+    """
+    backward = int(square8 is not None)
+    a_scale, w_scale, out_scale = mlp.scales[:, backward]
+    product = a8.float() @ mlp.weights[backward].float().T * (a_scale * w_scale)
+    if square8 is None:
+        result = product.bfloat16().relu_().square()
+    else:
+        square = square8.float() * mlp.scales[RESULT, 0]
+        result = (product * square.sqrt_().mul_(2)).bfloat16()
+    amax = mlp.amax.view(-1)[2 * mlp.i + backward]
+    amax.copy_(torch.maximum(amax, result.abs().max()))
+    return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
+
+
+@jit(do_not_specialize_on_alignment=["scales"])
+def relu_square_kernel(
+    a,
+    b,
+    square,
+    out,
+    out_T,
+    scales,
+    SCALE_STEP: tl.constexpr,
+    amax,
+    amax_index,
+    M,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    FP8_MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Computes a tile of relu(a b^T)^2 or, with `square`, of 2 sqrt(square) (a b^T).
+
+    GROUP rows of tiles share operands in the L2 cache.
+    FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
+    scales: FP8MLP's, of which a row's two, the forward's first, lie SCALE_STEP apart, and rows twice that.
+    """
+    i, j = tl.program_id(1), tl.program_id(0)
+    i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
+    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    product = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
+    offs, mask = tile_offsets(rows, cols, M, N)
+    dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
+    if FP8_MAX:
+        # The scales of a, b and the result are the rows of `scales`, in the column of the forward or of the
+        # backward; that of `square` is the result's of the forward.
+        scale = scales if square is None else scales + SCALE_STEP
+        product *= tl.load(scale) * tl.load(scale + WEIGHT_AT * SCALE_STEP)
+    if square is None:
+        relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        result = relu * relu
+    else:
+        squares = load_fp32(square + offs, mask)
+        if FP8_MAX:
+            squares *= tl.load(scales + RESULT_AT * SCALE_STEP)
+        else:
+            product = product.to(dtype).to(tl.float32)
+        result = 2 * tl.sqrt(squares) * product
+    result = result.to(dtype)
+    if FP8_MAX:
+        result = result.to(tl.float32)
+        tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
+        codes = result * (1 / tl.load(scale + RESULT_AT * SCALE_STEP))
+        store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
+    else:
+        tl.store(out + offs, result, mask=mask)
+
+
+RELU_SQUARE_TILES = {
+    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
+    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
+    "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
+}
+
+
+class FP8Args(NamedTuple):
+    """The kernel's arguments that only FP8 has, in their order; FP8_MAX stands among the sizes."""
+
+    out_T: Tensor | None = None
+    scales: Tensor | None = None
+    scale_step: int = 0
+    amax: Tensor | None = None
+    amax_index: int = 0
+
+
+def launch_relu_square(
+    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: FP8Args, fp8_max: int = 0
+) -> None:
+    M, K = a.shape
+    N = len(b)
+    name = "small"
+    if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10):
+        name = "large fp8" if fp8_max else "large"
+    tiles = RELU_SQUARE_TILES[name]
+    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
+    strides = a.stride() + b.stride()
+    relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
+
+
+def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
+    out = h.new_empty(len(h), len(fc))
+    launch_relu_square(h, fc, None, out, FP8Args())
+    return out
+
+
+def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    out = dy.new_empty(len(dy), len(proj))
+    launch_relu_square(dy, proj, square, out, FP8Args())
+    return out
+
+
+def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    backward = int(square8 is not None)
+    w8 = mlp.weights[backward]
+    out = a8.new_empty(len(a8), len(w8))
+    out_T = a8.new_empty(len(w8), len(a8))
+    fp8_args = FP8Args(out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward)
+    launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
+    return out, out_T
+
+
+# ============================================================================================================
+# 12  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
 #
 # softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
 # in validation, GPT.next_token_probs the probabilities for samples. Another mixture is an edit of mixture(),
-# and of the gradients in softcap_loss and its kernel. A term of training alone, such as a z-loss, is one of
+# and of its gradients in softcap_loss and its kernel. A term of training alone, such as a z-loss, is one of
 # softcap_loss, with and without the pointer, and of its kernel. Its factor must be a multiple of
 # loss_weights[0], which contains loss_share.
 # ============================================================================================================
 
 
-# ---- Cross-entropy and the mixture -------------------------------------------------------------------------
+# ---- Targets; cross-entropy; the mixture with the pointer --------------------------------------------------
 
 
-def mixture(
-    p_vocab: Tensor, gate: Tensor, not_gate: Tensor, p_copy: Tensor, p_sink: Tensor
-) -> tuple[Tensor, Tensor]:
+@compiled
+def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
+    """Returns the next `count` tokens of each position, (T, count) int64, from the next one alone, `targets`
+    (T,). -1: there is none. With `prefixes` (V,), a last column has the next token's prefix.
+    """
+    columns = []
+    for k in range(count):
+        missing = min(k, len(targets))
+        columns.append(F.pad(targets[k:], (0, missing), value=-1))
+    if prefixes is not None:
+        columns.append(prefixes[targets])
+    return torch.stack(columns, dim=1)
+
+
+@compiled
+def index_in(ids: Tensor, columns: Tensor) -> Tensor:
+    """Returns where each of `ids` int64 is among ascending `columns` (P,) int32; -1: absent."""
+    at = torch.searchsorted(columns.long(), ids).clamp_max(len(columns) - 1)
+    return torch.where(columns[at] == ids, at, -1)
+
+
+def mixture(p_vocab, gate, not_gate, p_copy, p_sink):
     """Mixes the head's probabilities p_vocab with the pointer's. Returns p, and the head's part of it.
 
-    not_gate is 1 - gate, computed as such: near 0 a difference has no digits.
+    Also a part of the kernel. not_gate is 1 - gate, computed as such: near 0 a difference has no digits.
     """
     p_head = p_vocab * (not_gate + gate * p_sink)
     return p_head + gate * p_copy, p_head
@@ -2995,11 +3018,10 @@ class PointerProbs(NamedTuple):
 
     probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
     copy_gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
-    grad: Tensor | None = None  # (2, n): where softcap_loss writes the gradient of `probs`
+    grad: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
 
-    def part(self, n: slice) -> PointerProbs:
-        grad = None if self.grad is None else self.grad[:, n]
-        return self._replace(probs=self.probs[:, n], grad=grad)
+    def chunk(self, chunk: slice) -> PointerProbs:
+        return self._replace(probs=self.probs[:, chunk], grad=self.grad[:, chunk])
 
 
 PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
@@ -3045,7 +3067,7 @@ def softcap_loss(
     if pointer_probs is None:
         sum_exp = exp_z.sum(dim=-1, keepdim=True)
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
-        factor = slope * sum_weights / sum_exp
+        exp_z_weight = slope * sum_weights / sum_exp
         dz_at_targets = target_weights
     else:
         copy_gate_column = pointer_probs.copy_gate_column
@@ -3068,11 +3090,12 @@ def softcap_loss(
         pointer_probs.grad.copy_(
             torch.stack([-weight_over_p * gate, -weight_over_p * gate * p_vocab])[..., 0]
         )
-        factor = slope * (weight_over_p * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
+        softmax_weights = weight_over_p * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp
+        exp_z_weight = slope * softmax_weights
         dz_at_targets = torch.cat([weight_over_p * p_head, target_weights[:, 1:]], 1)
         gate_s = s[:, copy_gate_column]
         dz_gate = other_weights * gate - weight_over_p * gate_slope
-    grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
+    grad = (1 - s).mul_(s).mul_(exp_z).mul_(exp_z_weight)
     grad.scatter_add_(1, target_ids, -slope * dz_at_targets * target_s * (1 - target_s))
     if pointer_probs is not None:
         grad.index_copy_(1, copy_gate_column, slope * dz_gate * gate_s * (1 - gate_s))
@@ -3082,6 +3105,7 @@ def softcap_loss(
     return losses, grad.to(logits.dtype)
 
 
+mixture_in_kernel = jit(mixture)
 FLOOR = tl.constexpr(PROB_FLOOR)
 LOG2_E = tl.constexpr(math.log2(math.e))  # exp2 takes half of the instructions of exp
 
@@ -3110,16 +3134,16 @@ def softcap_loss_kernel(
     pointer_stride,
     K: tl.constexpr,
     fp8_max,
-    dz_scale,
+    grad_mul,
     SCALE: tl.constexpr,
     SHIFT: tl.constexpr,
     PER_SPAN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the losses and the gradient of ROWS rows, with most of softcap_loss's names. Here `factor`
-    multiplies the softmax; there it multiplies exp_z, and contains the slope.
+    """Computes the losses and the gradient of ROWS rows, with most of softcap_loss's names.
 
+    grad_mul: dz/dlogits is s (1 - s) times this, which has 1 / fp8_scale in it, too.
     z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
     write the same numbers.
     """
@@ -3147,7 +3171,7 @@ def softcap_loss_kernel(
 
     loss = 0.0
     cross_entropy_weight = 0.0  # of all targets but one that is mixed with the pointer
-    factor = 0.0
+    softmax_weight = 0.0
     for k in tl.static_range(K):
         target = tl.load(targets + k)
         z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
@@ -3161,30 +3185,30 @@ def softcap_loss_kernel(
             gate = exp_gate / sum_exp
             not_gate = sum_vocab / sum_exp
             p_vocab = tl.exp(z) / sum_vocab
-            p_head = p_vocab * (not_gate + gate * p_sink)
-            p = p_head + gate * p_copy + FLOOR
+            p, p_head = mixture_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
+            p += FLOOR
             gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
             loss -= weight * tl.log(p)
             w = weight / p
             tl.store(pointer_grad + rows, -w * gate)
             tl.store(pointer_grad + pointer_stride + rows, -w * gate * p_vocab)
-            factor = w * (p_head + gate_slope) / not_gate
+            softmax_weight = w * (p_head + gate_slope) / not_gate
             first_dz_weight = w * p_head
             dz_gate = -w * gate_slope
     tl.store(losses + rows, loss)
 
-    factor += cross_entropy_weight
+    softmax_weight += cross_entropy_weight
     for start in range(0, V, BLOCK):
         cols = start + offs
         s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
         softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
-        dz = factor * softmax
+        dz = softmax_weight * softmax
         for k in tl.static_range(K):
             target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else first_dz_weight
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
         if pointer_probs is not None:
             dz = tl.where(cols == gate_col, dz_gate + cross_entropy_weight * softmax, dz)
-        g = dz * (s * (1 - s) * dz_scale)
+        g = dz * (s * (1 - s) * grad_mul)
         g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
         tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
         if grad_T is not None:
@@ -3277,11 +3301,11 @@ def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor
 # ---- Copy pointer ------------------------------------------------------------------------------------------
 
 # PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
-# attends to sources j, the positions strictly before it in its document and window, and to a sink. D is
-# Config.pointer_dim. Another score is an edit of pointer_blocks and pointer_grad; and of pointer_scores and
-# pointer_grad_kernel, or run without that kernel.
+# attends to sources j, the positions strictly before it in its document and window, and to a sink. Another
+# score is an edit of pointer_blocks and pointer_grad; and of pointer_scores and pointer_grad_kernel, or run
+# without that kernel.
 #
-#     score_ij = q_i k_j / sqrt(D),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
+#     score_ij = q_i k_j / sqrt(pointer_dim),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
 #     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
 #
 # softcap_loss mixes p_copy and the head's probabilities. As these do not depend on each other, the pointer
@@ -3292,8 +3316,8 @@ def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor
 
 
 class PointerInputs(NamedTuple):
-    q: Tensor  # (T, D)
-    k: Tensor  # (T, D)
+    q: Tensor  # (T, pointer_dim)
+    k: Tensor  # (T, pointer_dim)
     sink_scores: Tensor  # (T,), at least fp32
 
 
@@ -3308,12 +3332,12 @@ def pointer_blocks(
     first = first_seen(micro_batch.cu_seqlens, T, window)
     positions = torch.arange(T, device=q.device)
     for i in range(0, T, 256):  # memory holds the scores of so many queries at a time
-        rows = slice(i, i + 256)
-        columns = slice(max(0, i - window), i + 256)
-        seen = (first[rows, None] <= positions[columns]) & (positions[columns] < positions[rows, None])
-        scores = upcast(q[rows]) @ upcast(k[columns]).T * D**-0.5
+        queries = slice(i, i + 256)
+        sources = slice(max(0, i - window), i + 256)
+        seen = (first[queries, None] <= positions[sources]) & (positions[sources] < positions[queries, None])
+        scores = upcast(q[queries]) @ upcast(k[sources]).T * D**-0.5
         scores.masked_fill_(~seen, -math.inf)
-        yield rows, columns, scores, micro_batch.inputs[columns] == micro_batch.targets[rows, None]
+        yield queries, sources, scores, micro_batch.inputs[sources] == micro_batch.targets[queries, None]
 
 
 @torch.no_grad()
@@ -3322,9 +3346,9 @@ def pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tupl
     sink_scores = inputs.sink_scores
     probs = sink_scores.new_empty(2, len(sink_scores))
     lse = torch.empty_like(sink_scores)
-    for rows, _, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
-        lse[rows] = torch.logaddexp(scores.logsumexp(1), sink_scores[rows])
-        probs[0, rows] = (scores.sub_(lse[rows, None]).exp_() * holds_target).sum(1)
+    for queries, _, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
+        lse[queries] = torch.logaddexp(scores.logsumexp(1), sink_scores[queries])
+        probs[0, queries] = (scores.sub_(lse[queries, None]).exp_() * holds_target).sum(1)
     probs[1] = (sink_scores - lse).exp()
     return probs, lse
 
@@ -3346,12 +3370,31 @@ def pointer_grad(
     mean = (probs * probs_grad).sum(0)
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=sink_scores.dtype)
-    for rows, columns, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
-        dscores = holds_target * probs_grad[0, rows, None] - mean[rows, None]
-        dscores *= scores.sub_(lse[rows, None]).exp_().mul_(scale)
-        dq[rows] = dscores @ upcast(k[columns])
-        dk[columns] += dscores.T @ upcast(q[rows])
+    for queries, sources, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
+        dscores = holds_target * probs_grad[0, queries, None] - mean[queries, None]
+        dscores *= scores.sub_(lse[queries, None]).exp_().mul_(scale)
+        dq[queries] = dscores @ upcast(k[sources])
+        dk[sources] += dscores.T @ upcast(q[queries])
     return PointerInputs(dq, dk.to(k.dtype), probs[1] * (probs_grad[1] - mean))
+
+
+class Pointer(torch.autograd.Function):
+    """Computes PointerProbs.probs of the PointerInputs by the Backend's pointer() and pointer_grad()."""
+
+    @staticmethod
+    def forward(ctx, q, k, sink_scores, micro_batch, window, backend):
+        inputs = PointerInputs(q, k, sink_scores)
+        probs, lse = backend.pointer(inputs, micro_batch, window)
+        ctx.save_for_backward(*inputs, probs, lse)
+        ctx.rest = micro_batch, window, backend
+        return probs
+
+    @staticmethod
+    def backward(ctx, dprobs):
+        *inputs, probs, lse = ctx.saved_tensors
+        micro_batch, window, backend = ctx.rest
+        grads = backend.pointer_grad(PointerInputs(*inputs), micro_batch, window, probs, lse, dprobs)
+        return *grads, None, None, None
 
 
 # In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows after
@@ -3492,7 +3535,7 @@ def triton_pointer_grad(
 
 
 # ============================================================================================================
-# 12  Optimizer. Has the objects of section 13 and the table of n-grams, and runs their scatter, work and
+# 13  Optimizer. Has the objects of section 14 and the table of n-grams, and runs their scatter, work and
 #    gather in explicit orders. In a step:
 #
 #                   ShardedParam's subclasses                   NgramTable
@@ -3595,17 +3638,17 @@ class Optimizer:
             due = [trainable for trainable in due if trainable is not embed]
             if head in due:
                 head.add_grad_of(embed)
-        mean_grads = {}
+        pending_grads = {}
         for trainable in due:
             with traced(f"exchange {trainable.name}"):
-                mean_grads[trainable.name] = trainable.scatter()
+                pending_grads[trainable.name] = trainable.scatter()
 
         self.tick()  # the averages of the step before, while the gradients are on their way
 
         # Work, and gather.
         with traced("update"):
             for trainable in sorted(due, key=lambda trainable: trainable.update_order):
-                grad = mean_grads.pop(trainable.name).wait()
+                grad = pending_grads.pop(trainable.name).wait()
                 with traced(f"update {trainable.name}"):
                     trainable.update(grad, plan)
                 trainable.clear()
@@ -3659,9 +3702,9 @@ class Optimizer:
 
 
 # ============================================================================================================
-# 13  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
+# 14  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
 #    owns the gradient, from the backward that adds to it to the gather of what its update changes: section
-#    12 has a table of what is called when.
+#    13 has a table of what is called when.
 # ============================================================================================================
 
 
@@ -3936,29 +3979,12 @@ class LMHead(DenseParam):
             embed.state[key].copy_(value)
 
 
-@compiled
-def write_transpose(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
-        out[:, columns.long()] += x
-    else:
-        out.index_add_(1, columns, x)
-
-
 # By ParamSpec.kind; small parameters are packed.
 PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam}
 
 
 # ============================================================================================================
-# 14  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
+# 15  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
 #     with NorMuon's scales, are in Config.bank_dtype. Another rule is init, update, and an entry of
 #     UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or a table it
 #     is some of the rows.
@@ -4281,7 +4307,7 @@ UPDATE_RULES = {
 
 
 # ============================================================================================================
-# 15  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
+# 16  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
 #    send each other the gradients of those rows alone that batches have read since the table's last update.
 #
 # A row has up to three numbers, all int32:
@@ -4310,7 +4336,7 @@ UPDATE_RULES = {
 #
 # The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32, or
 # the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
-# dtype. Otherwise, in bf16, the division rounds once more. Section 17 has what is added for n-grams.
+# dtype. Otherwise, in bf16, the division rounds once more. Section 18 has what is added for n-grams.
 # ============================================================================================================
 
 
@@ -4354,7 +4380,7 @@ def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
     return Segments(distinct, perm.int(), offsets.int(), sign_ids)
 
 
-def list_ids(segments: Segments, shape: Sequence[int]) -> Tensor:
+def ids_by_position(segments: Segments, shape: Sequence[int]) -> Tensor:
     """Returns the list, int32, (T,) or (K, T), whose segments these are: make_segments' inverse."""
     counts = np.diff(segments.offsets.numpy())
     by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
@@ -4510,7 +4536,7 @@ def reduce_rows(exchange: Exchange, name: str, row_grads: Tensor, routes: RowRou
 
 
 # ============================================================================================================
-# 16  Exchange. Collectives, which are asynchronous: each returns a Pending, whose wait() returns the result.
+# 17  Exchange. Collectives, which are asynchronous: each returns a Pending, whose wait() returns the result.
 # ============================================================================================================
 
 
@@ -4616,7 +4642,7 @@ class Exchange:
 
 
 # ============================================================================================================
-# 17  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
+# 18  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
 #
 # It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
 # rows that these steps read are fetched once, before the first of them, and their gradients return once,
@@ -4679,6 +4705,80 @@ def hash_ngrams(
     return int32(h), sign_ids
 
 
+# ---- Contexts ----------------------------------------------------------------------------------------------
+
+# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
+# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
+
+WORD_BYTES = np.zeros(2**16, bool)
+WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
+WORD_BYTES[128:256] = True  # all of UTF-8's other characters
+NEWLINE = 10
+COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
+
+
+class SpanHash:
+    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
+
+    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
+    whatever the span's length.
+    """
+
+    def __init__(self, tokens: np.ndarray):
+        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
+        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
+        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
+        inverses[0] = 1
+        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
+
+    def __call__(self, first: np.ndarray) -> np.ndarray:
+        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
+        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
+
+
+def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers the word up to each token. All tokens outside words have one number."""
+    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
+    return SpanHash(tokens)(np.maximum.accumulate(first))
+
+
+def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
+    at = np.arange(len(tokens))
+    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
+    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
+    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
+    above = start_before + (at + 1 - line_start)
+    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
+    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
+    return (tokens + 1) * HASH_MULTIPLIER + above_token
+
+
+def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: the token to copy, and a length. 0: there is none.
+
+    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
+    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
+    """
+    at = np.arange(len(tokens))
+    starts = tokens == bos_id
+    document = np.cumsum(starts, dtype=np.uint32)
+    document_start = np.maximum.accumulate(np.where(starts, at, 0))
+    span_hash = SpanHash(tokens)
+    numbers = np.zeros_like(tokens)
+    for length in COPY_LENGTHS:
+        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
+        by_span = np.argsort(spans, kind="stable")
+        earlier, later = by_span[:-1], by_span[1:]
+        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
+        earlier, later = earlier[found], later[found]
+        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
+    return numbers
+
+
+CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
+
+
 # ---- Routes and slots --------------------------------------------------------------------------------------
 
 
@@ -4693,7 +4793,7 @@ def route_interval(exchange: Exchange, batches: list[Batch]) -> list[Batch]:
     merged = make_segments(torch.cat(distinct_rows))
     routes, slots = route_ngrams(exchange, merged.ids.numpy())
     # The slots of all of distinct_rows, in their order.
-    slots = list_ids(merged._replace(ids=slots), (-1,))
+    slots = ids_by_position(merged._replace(ids=slots), (-1,))
     remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
     routed = []
     for batch in batches:
@@ -4722,7 +4822,7 @@ def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tenso
 def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
     """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
     segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
-    by_position = list_ids(segments, micro_batch.hashed_rows.shape)
+    by_position = ids_by_position(segments, micro_batch.hashed_rows.shape)
     segments_by_list = micro_batch.segments | {"hashed_rows": segments}
     return micro_batch._replace(slots=by_position, segments=segments_by_list)
 
@@ -4730,7 +4830,7 @@ def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
 # ---- The table ---------------------------------------------------------------------------------------------
 
 
-def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
+def ngram_sizes(cfg: Config, world_size: int) -> tuple[int, int]:
     """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
     ranges = cfg.ngrams.rows_per_token
     rows = cfg.ngrams.rows_per_order
@@ -4758,7 +4858,7 @@ class NgramTable(Trainable):
     def __init__(self, cfg: Config, exchange: Exchange):
         spec = self.spec = cfg.ngrams
         self.exchange, self.device = exchange, exchange.device
-        slots, block = ngram_bounds(cfg, exchange.world_size)
+        slots, block = ngram_sizes(cfg, exchange.world_size)
         # By slot: the rows that steps read until the next update, and their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
         self.cache, self.main_grad = zeros(slots, spec.width), zeros(slots, spec.width)
@@ -4914,82 +5014,8 @@ def row_adam_update(
     table.index_copy_(0, ids, (old - update).to(table.dtype))
 
 
-# ---- Contexts ----------------------------------------------------------------------------------------------
-
-# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
-# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
-
-WORD_BYTES = np.zeros(2**16, bool)
-WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
-WORD_BYTES[128:256] = True  # all of UTF-8's other characters
-NEWLINE = 10
-COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
-
-
-class SpanHash:
-    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
-
-    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
-    whatever the span's length.
-    """
-
-    def __init__(self, tokens: np.ndarray):
-        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
-        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
-        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
-        inverses[0] = 1
-        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
-
-    def __call__(self, first: np.ndarray) -> np.ndarray:
-        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
-        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
-
-
-def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers the word up to each token. All tokens outside words have one number."""
-    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
-    return SpanHash(tokens)(np.maximum.accumulate(first))
-
-
-def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
-    at = np.arange(len(tokens))
-    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
-    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
-    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
-    above = start_before + (at + 1 - line_start)
-    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
-    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
-    return (tokens + 1) * HASH_MULTIPLIER + above_token
-
-
-def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: the token to copy, and a length. 0: there is none.
-
-    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
-    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
-    """
-    at = np.arange(len(tokens))
-    starts = tokens == bos_id
-    document = np.cumsum(starts, dtype=np.uint32)
-    document_start = np.maximum.accumulate(np.where(starts, at, 0))
-    span_hash = SpanHash(tokens)
-    numbers = np.zeros_like(tokens)
-    for length in COPY_LENGTHS:
-        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
-        by_span = np.argsort(spans, kind="stable")
-        earlier, later = by_span[:-1], by_span[1:]
-        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
-        earlier, later = earlier[found], later[found]
-        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
-    return numbers
-
-
-CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
-
-
 # ============================================================================================================
-# 18  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
+# 19  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
 # ============================================================================================================
 
 
@@ -5027,7 +5053,8 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the op
 
 
 def select_backend(cfg: Config, device: torch.device) -> Backend:
-    """Returns the implementations that the config names. Of these only cfg.bf16_mlp falls back in silence.
+    """Returns the implementations that the config names, of which only cfg.bf16_mlp falls back in silence.
+    Activates FlashAttention-3, if it is one of them.
 
     Raises UserError with the first reason against them here, and a setting that avoids it.
     """
@@ -5075,7 +5102,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
     return Backend(**chosen, fp8=cfg.fp8)
 
 
-def compiler_of(cfg: Config) -> Callable | None:
+def configure_compiler(cfg: Config) -> Callable | None:
     """Returns the COMPILER for this config; None without cfg.compile."""
     if not cfg.compile:
         return None
@@ -5099,7 +5126,7 @@ def compiler_of(cfg: Config) -> Callable | None:
 class CUDAGraphs:
     """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
 
-    Calls are the same if their arguments are: tensors count by address and shape, all else by value. The
+    Calls are the same if their arguments are: tensors count by address and shape, all else by ==. The
     first of the same calls compiles and autotunes, the second is captured, later ones replay that without
     any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
     argument. Results lie where the captured call's did, until the next replay.
@@ -5114,12 +5141,12 @@ class CUDAGraphs:
         call = partial(function, **arguments)
         if self.pool is None or TRACING:  # a trace has the launches one by one
             return call()
-        known_by = [state, function]
+        key_parts = [state, function]
         for x in tree_leaves(arguments):
             if isinstance(x, Tensor):
                 x = x.data_ptr(), x.shape
-            known_by.append(x)
-        key = tuple(known_by)
+            key_parts.append(x)
+        key = tuple(key_parts)
         if key not in self.captured:
             self.captured[key] = None
             return call()
@@ -5135,7 +5162,7 @@ class CUDAGraphs:
 
 
 # ============================================================================================================
-# 19  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
+# 20  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
 #     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
@@ -5144,7 +5171,7 @@ SHARD_VERSION = 1
 HEADER_BYTES = 1024
 
 
-class Header(NamedTuple):
+class ShardHeader(NamedTuple):
     """What a shard's header says."""
 
     tokens: int
@@ -5153,7 +5180,7 @@ class Header(NamedTuple):
     text_bytes: int  # of the text that the tokens encode; 0: unknown
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> ShardHeader:
     """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
     words = np.fromfile(path, dtype="<i4", count=256).tolist()
     require(
@@ -5167,7 +5194,7 @@ def read_header(path: Path) -> Header:
     if vocab_size == 0:
         vocab_size = 50257
         bos_id = 50256
-    return Header(tokens, vocab_size, bos_id, text_bytes)
+    return ShardHeader(tokens, vocab_size, bos_id, text_bytes)
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
@@ -5566,11 +5593,11 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 20  Command line. --set name=value, and options.
+# 21  Command line. --set name=value, and options.
 # ============================================================================================================
 
 
-class Field(NamedTuple):
+class SettingType(NamedTuple):
     """Which values a setting takes, as the annotation of its dataclass field says."""
 
     type: type  # bool, int, float or str
@@ -5611,22 +5638,22 @@ class Field(NamedTuple):
 
 
 @cache
-def field_of(hint) -> Field:
-    """Returns the Field of an annotation."""
+def setting_type(hint) -> SettingType:
+    """Returns the SettingType of an annotation."""
     args = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if origin is tuple:
-        return field_of(args[0])._replace(size=0 if Ellipsis in args else len(args))
+        return setting_type(args[0])._replace(size=0 if Ellipsis in args else len(args))
     if origin is Annotated:
         number, low, high, *rescaled = args
-        return Field(number, low, high, rescaled="".join(rescaled))
+        return SettingType(number, low, high, rescaled="".join(rescaled))
     if origin is Literal:
-        return Field(type(args[0]), choices=args)
-    return Field(hint, choices=(True, False) if hint is bool else ())
+        return SettingType(type(args[0]), choices=args)
+    return SettingType(hint, choices=(True, False) if hint is bool else ())
 
 
 @cache  # get_type_hints evaluates every annotation anew
-def hints_of(table) -> dict[str, typing.Any]:
+def setting_hints(table) -> dict[str, typing.Any]:
     """Returns the annotations of a dataclass's fields, in order."""
     return typing.get_type_hints(table, globals(), include_extras=True)
 
@@ -5647,30 +5674,33 @@ def rows_of(value, name: str) -> dict[str, typing.Any]:
     return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
 
 
-def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
-    """Returns the value and the Field of every setting of a config, or of a part of it, by its name in --set:
-    "stages.0.steps".
+def flatten_settings(group, path: str = "") -> dict[str, tuple[typing.Any, SettingType]]:
+    """Returns the value and the SettingType of every setting of a config, or of a part of it, by its name in
+    --set: "stages.0.steps".
     """
     settings = {}
-    for name, hint in hints_of(group.__class__).items():
+    for name, hint in setting_hints(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
-            settings[path + name] = value, field_of(hint)
+            settings[path + name] = value, setting_type(hint)
             continue
         for row_name, row in rows_of(value, path + name).items():
-            settings |= flatten(row, f"{row_name}.")
+            settings |= flatten_settings(row, f"{row_name}.")
     return settings
 
 
-def assign(group, values: dict[str, typing.Any], path: str = ""):
-    """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
+def replace_settings(group, values: dict[str, typing.Any], path: str = ""):
+    """Returns a copy of a config, or of a part of it, with `values` by the names of flatten_settings()."""
     fields = {}
-    for name, hint in hints_of(group.__class__).items():
+    for name, hint in setting_hints(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             fields[name] = values.get(path + name, value)
             continue
-        rows = [assign(row, values, f"{row_name}.") for row_name, row in rows_of(value, path + name).items()]
+        rows = [
+            replace_settings(row, values, f"{row_name}.")
+            for row_name, row in rows_of(value, path + name).items()
+        ]
         fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
     return type(group)(**fields)
 
@@ -5688,7 +5718,7 @@ def override(cfg: Config, setting: str) -> Config:
     """
     pattern, eq, text = setting.partition("=")
     require(eq, f"--set {setting}: write name=value")
-    settings = flatten(cfg)
+    settings = flatten_settings(cfg)
     names = fnmatch.filter(settings, pattern)
     if not names:
         near = [*difflib.get_close_matches(pattern, settings), "another script"]
@@ -5702,7 +5732,7 @@ def override(cfg: Config, setting: str) -> Config:
         )
         field = settings[name][1]
         values[name] = field.parse(text, name)
-    new = assign(cfg, values)
+    new = replace_settings(cfg, values)
     return rescale(new, new.length / cfg.length)
 
 
@@ -5722,20 +5752,20 @@ def rescale(cfg: Config, factor: float) -> Config:
     if factor == 1:
         return cfg
     values = {}
-    for name, (value, field) in flatten(cfg).items():
+    for name, (value, field) in flatten_settings(cfg).items():
         if field.rescaled == "rate":
             values[name] = 1 - (1 - value) ** (1 / factor)
         elif field.rescaled == "steps" and isinstance(value, tuple):
             values[name] = tuple(scaled(steps) for steps in value)
         elif field.rescaled == "steps":
             values[name] = scaled(value)
-    return assign(cfg, values)
+    return replace_settings(cfg, values)
 
 
 PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in ALL_PRESETS}
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parses an option's number from 1 on. Raises ValueError, which argparse reports in one line."""
     number = int(text)
     if number < 1:
@@ -5774,7 +5804,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", help="file for the final weights and the config")
     parser.add_argument(
         "--checkpoint-every",
-        type=positive,
+        type=positive_int,
         metavar="N",
         help="save all state beside the log every N steps, in multiples of 4",
     )
@@ -5782,14 +5812,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--resume", help="log of a run to continue from its last checkpoint, with the same options"
     )
     parser.add_argument(
-        "--profile", type=positive, nargs="?", const=8, help="trace the four steps after this one (alone: 8)"
+        "--profile",
+        type=positive_int,
+        nargs="?",
+        const=8,
+        help="trace the four steps after this one (alone: 8)",
     )
-    parser.add_argument("--check", type=positive, help="say whether that many processes could run this here")
+    parser.add_argument(
+        "--check", type=positive_int, help="say whether that many processes could run this here"
+    )
     return parser.parse_args(argv)
 
 
 def read_settings(args: argparse.Namespace) -> Config:
-    """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
+    """Returns the preset with the changes of the command line. Raises UserError if it could not run here."""
     cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
     by_preset = PRESETS[args.preset].data
@@ -5804,7 +5840,7 @@ def read_settings(args: argparse.Namespace) -> Config:
     )
     # The log holds no absolute path.
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
-    _, world_size, _ = this_process(cfg.device)
+    _, world_size, _ = init_process(cfg.device)
     check_config(cfg, args.check or world_size)
     if args.save is not None:
         output_file(args.save)
@@ -5813,7 +5849,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 
 # ============================================================================================================
-# 21  Checks. What settings must satisfy.
+# 22  Checks. What settings must satisfy.
 # ============================================================================================================
 
 
@@ -5964,7 +6000,7 @@ def check_fp8(cfg: Config, count: int) -> None:
 
 
 # ============================================================================================================
-# 22  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
+# 23  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
 # ============================================================================================================
 
 
@@ -6319,7 +6355,7 @@ def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, 
 
 
 # ============================================================================================================
-# 23  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
+# 24  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
 # ============================================================================================================
 
 # How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
@@ -6328,7 +6364,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @user_error_on("cannot read RANK and WORLD_SIZE", "start with torchrun, or unset both", ValueError)
-def this_process(device_kind: str = "gpu") -> tuple[int, int, torch.device]:
+def init_process(device_kind: str = "gpu") -> tuple[int, int, torch.device]:
     """Returns this process's rank, the world size and its device, as torchrun's environment says; without
     torchrun there is one rank. Makes its GPU the current one. device_kind: Config.device.
     """
@@ -6381,10 +6417,6 @@ class Clock:
         self.began += self.synchronized() - stopped
 
 
-# Redrawn often on a terminal, but rarely in a file, which keeps every line.
-progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
-
-
 class AsyncLoss:
     """Reads the losses of steps without waiting for the device.
 
@@ -6418,7 +6450,7 @@ class AsyncLoss:
 def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:
     """Returns the model and its optimizer, the same on all ranks."""
     global COMPILER
-    COMPILER = compiler_of(cfg)
+    COMPILER = configure_compiler(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
@@ -6433,7 +6465,7 @@ class Training(NamedTuple):
     model: GPT
     optimizer: Optimizer
     val: ValLoader
-    ids_exchange: Exchange  # of the thread that builds batches
+    loader_exchange: Exchange  # of the thread that builds batches
 
 
 class Progress(NamedTuple):
@@ -6454,21 +6486,21 @@ class Checkpoints(NamedTuple):
 
 def warm_up(training: Training) -> None:
     """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
-    data, model, optimizer, val, ids_exchange = training
+    data, model, optimizer, val, loader_exchange = training
     cfg = model.cfg
     before = training_state(model, optimizer)
-    slices = min(cfg.val_slices, ids_exchange.world_size)
-    loader = TrainLoader(cfg, data.train, ids_exchange.rank, ids_exchange.world_size)
+    slices = min(cfg.val_slices, loader_exchange.world_size)
+    loader = TrainLoader(cfg, data.train, loader_exchange.rank, loader_exchange.world_size)
     for steps in warmup_ranges(cfg):
         plans = [plan_step(cfg, step) for step in steps]
-        batches = Prefetcher(loader, plans, ids_exchange)
+        batches = Prefetcher(loader, plans, loader_exchange)
         for plan in plans:
             model.use_rotary(plan.stage)
             optimizer.wait()
             validate(model, val, optimizer.exchange, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
             AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
-        if optimizer.ngrams:  # begins again: its times must not go beyond the run's last step
+        if optimizer.ngrams:  # its clock begins again: beta2_powers end with the run's last step
             for t in optimizer.ngrams.state_dict().values():
                 t.zero_()
         optimizer.drop_grads()
@@ -6495,7 +6527,7 @@ def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
 
 
 def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> None:
-    """Logs what differs from the settings, which want `val_slices`, and says what the clock leaves out."""
+    """Logs where the run differs from its settings, such as `val_slices`, and what the clock leaves out."""
     if cfg.val_slices < val_slices:
         log.print0(f"validation: on {cfg.val_slices} slices, not {val_slices}, because there is no more text")
     if backend.mlp_dtype:
@@ -6552,14 +6584,14 @@ def train(
 
     The clock stops while validating and saving; meanwhile threads go on building batches.
     """
-    data, model, optimizer, _, ids_exchange = training
+    data, model, optimizer, _, loader_exchange = training
     cfg = model.cfg
     rank = optimizer.exchange.rank
     losses = AsyncLoss()
     clock = Clock(start.train_ms)
     loader = TrainLoader(cfg, data.train, rank, optimizer.exchange.world_size, start.position)
     plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
-    batches = Prefetcher(loader, plans, ids_exchange)
+    batches = Prefetcher(loader, plans, loader_exchange)
     if cfg.predicts_prefixes:  # on the clock, as it is made of the data
         model.longest_prefix.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
@@ -6645,7 +6677,7 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 def run(args: argparse.Namespace) -> None:
     """Runs what the command line says. --check ends it before anything is joined or written."""
     cfg = read_settings(args)
-    rank, world_size, device = this_process(cfg.device)
+    rank, world_size, device = init_process(cfg.device)
     if not args.check:
         join_processes(world_size, device)
     backend = select_backend(cfg, device)
@@ -6661,12 +6693,12 @@ def run(args: argparse.Namespace) -> None:
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, segment_sum_rows=backend.segment_sum_rows)
-    ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
+    loader_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
     task = task_of(args, cfg, data, world_size, backend.mlp_dtype)
     require_same_task(args, task, exchange, resumed)
     cannot_be_record = args.checkpoint_every or args.resume or args.profile
     track = "other" if cannot_be_record else track_of(cfg, world_size)
-    # This is collective, so no log is begun before all ranks have passed the checks above.
+    # name_run() is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, exchange, resumed)
     if rank == 0 and (args.checkpoint_every or resumed):
         lock_checkpoints(path.with_suffix(".checkpoint"))
@@ -6677,7 +6709,7 @@ def run(args: argparse.Namespace) -> None:
     log.print0("=" * 100, console=False)
     log.print0(f"log: {log.path}", file=False)
     model, optimizer = build(cfg, backend, exchange, args.seed)
-    training = Training(data, model, optimizer, ValLoader(cfg, data.val), ids_exchange)
+    training = Training(data, model, optimizer, ValLoader(cfg, data.val), loader_exchange)
     start = prepare(training, resumed, log)
 
     log_remarks(cfg, val_slices, backend, log)

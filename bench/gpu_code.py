@@ -238,7 +238,7 @@ class MetaRun:
         tg.restore = lambda *args: None
         tg.validate = validate
         tg.NgramTable.fetch = fetch_nothing
-        tg.compiler_of = lambda cfg: compiler
+        tg.configure_compiler = lambda cfg: compiler
         tg.AsyncLoss = lambda: types.SimpleNamespace(push=lambda *args: None)  # type: ignore
         self.cfg = replace(cfg, val_slices=1)
         self.world_size = world_size
@@ -247,7 +247,7 @@ class MetaRun:
         if world_size > 1:
             kind = SingleRankExchange
         exchange = kind(0, world_size)
-        self.ids_exchange = kind(0, world_size)
+        self.loader_exchange = kind(0, world_size)
         exchange.device = META
         self.model, self.optimizer = tg.build(self.cfg, backend, exchange, 0)
         self.folder = tempfile.TemporaryDirectory()
@@ -256,7 +256,7 @@ class MetaRun:
         self.val = tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
-        training = tg.Training(self.data, self.model, self.optimizer, self.val, self.ids_exchange)
+        training = tg.Training(self.data, self.model, self.optimizer, self.val, self.loader_exchange)
         tg.warm_up(training)
 
 
@@ -355,7 +355,7 @@ class GeneratedCode:
         self.graphs = []
         self.phase = "none"
         self.compiler = functools.cache(self.compile)
-        tg.compiler_of(tg.RECORD)  # torch's settings, as in a run
+        tg.configure_compiler(tg.RECORD)  # torch's settings, as in a run
 
     def compile(self, function):
         self.functions.append(function.__name__)

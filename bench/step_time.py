@@ -193,7 +193,7 @@ class Variant:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.backend = tg.select_backend(cfg, device)
-        self.compiler = tg.compiler_of(cfg)
+        self.compiler = tg.configure_compiler(cfg)
         self.validated = False  # its validation forward has run
 
     def activate(self) -> None:

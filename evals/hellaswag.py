@@ -121,7 +121,7 @@ def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
     ends = [0]
     for tokens, _ in documents:
         n = len(tokens)
-        alone.append(tg.make_micro_batch(np.append(tokens, 0), tg.NO_INT32, n, cfg))
+        alone.append(tg.make_micro_batch(np.append(tokens, 0), tg.EMPTY_INT32, n, cfg))
         ends += [ends[-1] + 1, ends[-1] + 2, ends[-1] + 2 + n]
 
     def join(name: str) -> torch.Tensor:

@@ -102,7 +102,7 @@ def rename(settings, path: str = ""):
     return renamed
 
 
-def single_setting(name: str, value, field: tg.Field):
+def single_setting(name: str, value, field: tg.SettingType):
     """Returns the value of a setting, given as JSON has it. Raises UserError if it cannot have this value."""
     is_tuple = field.size is not None
     if is_tuple:
@@ -119,11 +119,11 @@ def config_from_dict(values: dict, table=tg.Config, path: str = "") -> tg.Config
     a field is unknown, UserError if one is missing or cannot have such a value.
     """
     fields = {}
-    for name in tg.hints_of(table) | values:
-        hint = tg.hints_of(table)[name]
+    for name in tg.setting_hints(table) | values:
+        hint = tg.setting_hints(table)[name]
         row = tg.row_type(hint)
         missing = ADDED.get(path + name)
-        if missing is None and row is None and tg.field_of(hint).type is bool:
+        if missing is None and row is None and tg.setting_type(hint).type is bool:
             missing = False
         value = values.get(name, missing)
         tg.require(
@@ -131,7 +131,7 @@ def config_from_dict(values: dict, table=tg.Config, path: str = "") -> tg.Config
             f"no setting {path}{name}; if it is new, give it a row of ADDED in evals/saved_model.py",
         )
         if row is None:
-            fields[name] = single_setting(name, value, tg.field_of(hint))
+            fields[name] = single_setting(name, value, tg.setting_type(hint))
         elif isinstance(value, list):
             rows = []
             for item in value:
@@ -211,7 +211,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         model.load_state_dict(saved["weights"])
         ranks = range(saved["ranks"])
         if cfg.ngrams.orders:
-            _, count = tg.ngram_bounds(cfg, len(ranks))
+            _, count = tg.ngram_sizes(cfg, len(ranks))
             dtype = tg.dtype_of(cfg.ngrams.dtype)
     for name, values in saved["weights"].items():
         tg.require(values.isfinite().all(), f"{path}: {name} is not finite: its training diverged")

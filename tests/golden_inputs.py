@@ -239,7 +239,7 @@ def loss_weights(plan, model):
 
 
 def fp8_buffers(bank):
-    """Returns what fp8_mlp_weights writes to, for a bank (2n, F, d)."""
+    """Returns what convert_mlp_bank writes to, for a bank (2n, F, d)."""
     shapes = bank.unflatten(0, (-1, 2)).shape, bank.mT.unflatten(0, (-1, 2)).shape
     return [torch.empty(shape, dtype=torch.float8_e4m3fn, device=bank.device) for shape in shapes]
 

@@ -93,7 +93,7 @@ def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, main_
     cfg = replace(few_layers, compile=True, main_grad=main_grad)
     want, tensors = train(cfg, MASKED)
     graphs = Graphs(monkeypatch, "aot_eager")
-    monkeypatch.setattr(tg, "COMPILER", tg.compiler_of(cfg))
+    monkeypatch.setattr(tg, "COMPILER", tg.configure_compiler(cfg))
     losses, compiled_tensors = train(cfg, MASKED)
     assert losses == pytest.approx(want, rel=1e-12)
     for name, t in tensors.items():

@@ -178,10 +178,10 @@ def test_conversion_to_fp8(device, dtype):
     delayed = torch.tensor([[1.2, 0.4], [9.0, 3.0], [3.0, 1e-12]])  # cuts, leaves room
     for before in (torch.zeros(3, 2), delayed):
         ours = *fp8_buffers(bank), torch.ones(3, 3, 2, 1, 1), before.clone()
-        inspect.unwrap(tg.fp8_mlp_weights)(ours[:2], bank, *ours[2:])
+        inspect.unwrap(tg.convert_mlp_bank)(ours[:2], bank, *ours[2:])
         there, scales, amax = on(device, bank, torch.ones(3, 3, 2, 1, 1), before)
         theirs = *fp8_buffers(there), scales, amax
-        tg.fp8_mlp_weights(theirs[:2], there, scales, amax)
+        tg.convert_mlp_bank(theirs[:2], there, scales, amax)
         for found, expected in zip(theirs, ours):
             found = found.cpu()
             assert found.dtype == expected.dtype and found.shape == expected.shape

@@ -62,7 +62,7 @@ def mlps():
             before.zero_()
         bank = torch.stack([fc, proj])
         weights, transposed = out = fp8_buffers(bank)
-        tg.fp8_mlp_weights(out, bank, scales, before)
+        tg.convert_mlp_bank(out, bank, scales, before)
         used = scales.clone()
         used[:, 1, 1] *= golden["p"]
         mlp = tg.FP8MLP(weights[0], transposed[0], used[0], amax.zero_()[0])

@@ -34,7 +34,7 @@ def losses_alone(model, document):
     n = len(document.tokens)
     losses = []
     for end in range(n - document.scored + 1, n + 1):
-        batch = tg.make_micro_batch(document.tokens[:end], tg.NO_INT32, end, model.cfg)
+        batch = tg.make_micro_batch(document.tokens[:end], tg.EMPTY_INT32, end, model.cfg)
         losses.append(model.token_losses(batch, windows)[-1].item())
     return np.array(losses)
 

@@ -171,7 +171,7 @@ def fp8_case(T, d, width, backward):
     scales = torch.full((3, 2, 4, 1), torch.nan)[:, :, :1]
     scales[:] = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
     weights, transposed = out = fp8_buffers(bank)
-    tg.fp8_mlp_weights(out, bank, scales[None], torch.zeros(1, 2))
+    tg.convert_mlp_bank(out, bank, scales[None], torch.zeros(1, 2))
     square = (h @ bank[0].T).relu().square()
     da = 2 * square.sqrt() * (dy @ bank[1].T)
     scales[2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])

@@ -168,11 +168,11 @@ def test_segments(shape, high):
     assert [part.tolist() for part in index[:3]] == python_index(ids.tolist())
     assert {part.dtype for part in index} == {torch.int32}
     assert torch.equal(index.sign_ids.view(shape), signs.gather(1, index.perm.view(shape).long()))
-    assert torch.equal(tg.list_ids(index, shape), ids)
+    assert torch.equal(tg.ids_by_position(index, shape), ids)
 
 
 def test_no_segments():
-    nothing = tg.make_segments(tg.int32(tg.NO_INT32))
+    nothing = tg.make_segments(tg.int32(tg.EMPTY_INT32))
     assert [part.tolist() for part in nothing[:3]] == [[], [], [0]]
 
 
@@ -203,5 +203,5 @@ def test_a_rank_has_room_for_all_rows_between_two_updates():
     tokens = 4 * max(stage.batch_tokens for stage in BASE.stages) // 2
     for rows in (tokens - 1, tokens + 1):
         cfg = replace(BASE, ngrams=replace(ngrams, rows_per_order=rows))
-        touched, block = tg.ngram_bounds(cfg, 2)
+        touched, block = tg.ngram_sizes(cfg, 2)
         assert touched == ranges * min(tokens, rows) and 2 * block - ranges * rows in (0, 1)

@@ -63,7 +63,7 @@ def judge(script, corpus, folder, log=None, only=referee.RULES):
 
 
 # What the head computes in validation, and a step of the timed loop: several edits begin there.
-LOSSES = "losses.append(next_token_losses(logits, micro_batch.targets[rows], pointer_probs, cfg.softcap))"
+LOSSES = "losses.append(next_token_losses(logits, micro_batch.targets[chunk], chunk_pointer, cfg.softcap))"
 STEP = "        losses.push(done, train_step(model, optimizer, batch, batches.peek))\n"
 BUILD = "    model, optimizer = build(cfg, backend, exchange, args.seed)\n"
 CROSS_ENTROPY = 'return F.cross_entropy(z, targets, reduction="none")'
@@ -96,15 +96,15 @@ CHEATS = {
     "targets are only looked up": {
         "targets choose the head's columns": [
             LOSSES,
-            "columns = micro_batch.targets[rows].unique()\n"
-            "            own = torch.searchsorted(columns, micro_batch.targets[rows])\n"
+            "columns = micro_batch.targets[chunk].unique()\n"
+            "            own = torch.searchsorted(columns, micro_batch.targets[chunk])\n"
             "            losses.append(next_token_losses(logits[:, columns], own, None, cfg.softcap))",
         ],
     },
     "a probability": {
         "a mixture that sums to 1.02": [
-            "return p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy\n",
-            "return p_vocab * (1.02 - gate * (1 - p_sink)) + gate * p_copy\n",
+            "p_head = p_vocab * (not_gate + gate * p_sink)\n    return",
+            "p_head = p_vocab * (0.02 + not_gate + gate * p_sink)\n    return",
         ],
         "a softmax over the target and few others": [
             CROSS_ENTROPY,
@@ -179,7 +179,7 @@ CHEATS = {
         "steps before the clock": [
             BUILD,
             BUILD + "    loader = TrainLoader(cfg, data.train, rank, world_size)\n"
-            "    early = Prefetcher(loader, [plan_step(cfg, step) for step in range(2)], ids_exchange)\n"
+            "    early = Prefetcher(loader, [plan_step(cfg, step) for step in range(2)], loader_exchange)\n"
             "    for _ in range(2):\n"
             "        train_step(model, optimizer, early.next(), early.peek)\n"
             "    loader.close()\n",

@@ -291,7 +291,7 @@ def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys
 def test_presets_for_cpus_leave_the_gpu_alone(monkeypatch, preset, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert tg.this_process(tg.PRESETS[preset].device)[-1].type == device
+    assert tg.init_process(tg.PRESETS[preset].device)[-1].type == device
 
 
 def test_the_date_of_run_sh_names_the_folder(monkeypatch):

@@ -53,7 +53,7 @@ def test_a_cpus_mlps_are_in_bf16_where_that_is_faster(monkeypatch):
 def test_only_a_table_is_not_autotuned(monkeypatch):
     """Checks what torch.compile is given: autotuning would copy the table of n-grams."""
     monkeypatch.setattr(torch, "compile", lambda function, options, **_: options["triton.autotune_pointwise"])
-    compiler = tg.compiler_of(tg.RECORD)
+    compiler = tg.configure_compiler(tg.RECORD)
     assert compiler(tg.adam_update.__wrapped__) and not compiler(tg.row_adam_update.__wrapped__)
 
 

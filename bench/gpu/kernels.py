@@ -86,7 +86,7 @@ class StageOperands:
         bank = torch.stack([fc, fc])
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=self.device)
         weights8 = [empty((1, 2, F, d)), empty((1, 2, d, F))]
-        tg.fp8_mlp_weights(weights8, bank, scales, before)
+        tg.convert_mlp_bank(weights8, bank, scales, before)
         largest = torch.tensor([tg.E4M3_MAX, tg.E5M2_MAX], device=self.device)
         scales[0, 2, :, 0, 0] = square.max() / largest
         fp8_mlp = tg.FP8MLP(weights8[0][0], weights8[1][0], scales[0], amax)

@@ -67,7 +67,7 @@ class Setup:
     """What the checks of a process share. The costly parts are made when they are first used."""
 
     def __init__(self, scratch: Path, out: Path):
-        self.device = tg.this_process()[-1]
+        self.device = tg.init_process()[-1]
         self.on_gpu = self.device.type == "cuda"
         self.scratch = scratch
         self.out = out
