@@ -16,51 +16,53 @@ Results
 
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
-Sections, in the order of reading: a run's settings, a step, the model; then what these rest on
-    1  This text, imports
-    2  Settings     tables of layers, parameters and stages; the other settings; the presets
-    3  Shapes       layers' scalars and gates; parameters' shapes and initial values
-    4  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    5  Helpers      a user's errors, labels in traces, compiled functions, dtypes, copies to the device
-    6  Step         what a batch holds; train_step, forward_backward, validate
-    7  Model        GPT: embeddings, layers, head
-    8  Linear       products with a bank's matrices, whose gradients go into main_grad
-    9  Layers       norm, sums of streams, rotary embedding, attention
-    10 FP8          what kernels need; scales and casts
-    11 MLP          squared ReLU
-    12 Loss         softcapped cross-entropy, mixed with the copy pointer; the pointer
-    13 Optimizer    scatter, work and gather of all that is updated, in explicit orders
-    14 Parameters   the objects that are updated: their gradients, updates and averages
-    15 Update rules Adam and ANVIL, on one block
-    16 Touched rows of tables: sums of rows, sums of their gradients, their exchange between ranks
-    17 Exchange     collectives
-    18 N-grams      from tokens to rows of a table; the table, its update rule
-    19 Backend      a run's choice of operations, compilation, CUDA graphs
-    20 Data         shards, prefixes of tokens, micro-batches that begin with a document, batches that a
-                    thread builds ahead
-    21 Command line --set name=value, options
-    22 Checks       what settings must satisfy
-    23 Files        the log, saved models, checkpoints, what must be the same to resume a run
-    24 Run          processes, clock; warm-up; train(), the timed loop; run() is the whole story
+What you edit
+     2  Settings      tables of layers, parameters and stages; the other settings; the presets
+     3  Shapes        layers' scalars and gates; parameters' shapes and initial values
+     4  Schedule      plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
+A step and the model
+     5  Helpers       a user's errors, labels in traces, compiled functions, dtypes, copies to the device
+     6  Step          what a batch holds; train_step, forward_backward, validate
+     7  Model         GPT: embeddings, layers, head
+Operations, each in plain torch, some with a Triton kernel
+     8  Linear        products with a bank's matrices, whose gradients go into main_grad
+     9  Layers        norm, sums of streams, rotary embedding, attention
+    10  FP8           what kernels need; scales and casts
+    11  MLP           squared ReLU
+    12  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
+Updates, spread over ranks
+    13  Optimizer     scatter, update and gather of all that is trained, in explicit orders
+    14  Parameters    the objects that are updated: their gradients, updates and averages
+    15  Update rules  Adam and ANVIL, on one block
+    16  Touched rows  of tables: sums of rows, sums of their gradients, their exchange between ranks
+    17  Exchange      collectives
+    18  N-grams       from tokens to rows of a table; the table, its update rule
+A run
+    19  Backend       the choice of operations, compilation, CUDA graphs
+    20  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
+                      thread builds ahead
+    21  Command line  --set name=value, options
+    22  Checks        what settings must satisfy
+    23  Files         the log, saved models, checkpoints, what must be the same to resume a run
+    24  Run           processes, clock; warm-up; train(), the timed loop; run() is the whole story
 
-Sections 9 to 12 and 16 have each operation in plain torch, and some with a Triton kernel.
 For a step alone read plan_step, train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(),
 prepare() and train().
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
 of its table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of
-D), F the MLP's width, L the layers, V the padded vocabulary, K the targets of a token or its rows of n-grams.
-Dq and Dv are the widths of a head's queries and values. In code, F is torch.nn.functional. docs/glossary.md
-explains the words.
+D), F the MLP's width, L the layers, V the padded vocabulary, P the sampled columns of it, K the targets of a
+token or its rows of n-grams. Dq and Dv are the widths of a head's queries and values. In code, F is
+torch.nn.functional. docs/glossary.md explains the words.
 
-The stream is the residual stream. x0 is the tokens' embeddings, smeared and normed, with which it begins; in
-layer 0 n-grams are added. A bank is a stack of equal matrices, and a rank's block is the part of a parameter
-that it updates. The touched rows of a table are those that batches have looked up since its last update.
-After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
+The stream is the residual stream. It begins as x0, the smeared and normed embeddings of tokens; before layer
+0 n-grams are added. A bank is a stack of matrices of equal shape. A rank's block is the part of a parameter
+that the rank updates. The touched rows of a table are those that batches have looked up since its last
+update. After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
 optimizer of the banks, a descendant of Muon (section 15). MUDD (section 7) mixes earlier streams in, with
-weights that small MLPs compute for each token. Up to the untie step the token embedding embed
-is the transpose of lm_head.
+weights that small MLPs compute for each token. Up to the untie step the token embedding embed is the
+transpose of lm_head.
 """
 
 from __future__ import annotations
@@ -118,7 +120,10 @@ try:
     from torch.distributed.elastic.multiprocessing.errors import record as elastic_record
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
-except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
+except (
+    ImportError,
+    AttributeError,
+) as error:  # AttributeError: a file json.py here, say, hides Python's json
     raise SystemExit(
         f"train_gpt.py: {error}; ./run.sh installs what is missing; a file here with a module's name must go"
     ) from None
@@ -147,8 +152,8 @@ Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer",
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
 # Config.length rescales every field of these two types, which rescale() knows by their last item. A TickRate
-# is the fraction by which a WeightAverage moves at each tick. What averages gradients, such as betas and
-# slow_rate, is a Fraction, and stays as it is; so do intervals, such as val_every and WeightAverage.every.
+# is the fraction by which a WeightAverage moves at each tick. Decay rates of gradients (betas, slow_rate) are
+# Fractions and are not rescaled, nor are intervals (val_every, WeightAverage.every).
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
 # Two numbers of steps from one update to the next: the first holds up to Config.late_updates_from, the second
@@ -246,17 +251,17 @@ class ParamSpec:
     wd_mul: float = 1.0
     # How the gradient comes about:
     # small      autograd computes it. Small parameters with equal optimizer, betas, dtype, update_every and
-    #            reduction are exchanged and updated as one vector. Layers read them as self.NAME.
-    # The others' gradients are written to main_grad by our own code, so layers must not read self.NAME:
-    # head       lm_head, which head_loss_and_grad() alone reads.
+    #            reduction are exchanged and updated as one vector. GPT's methods read them as self.NAME.
+    # The others' gradients are written to main_grad by our own code, so methods must not read self.NAME:
+    # head       lm_head, which head_loss_and_grad() alone reads in training.
     # bank       a stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
     #            them to the layers, and the backwards of products add the gradients.
     # embedding  a table of which each token looks up rows: GPT.trunk has them in looked_up[name], and
     #            add_rows() adds their gradients.
     kind: Literal["small", "head", "bank", "embedding"] = "small"
     # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
-    # hashed_rows: bigram_embed's, and those of the n-gram table. Another index is a field of MicroBatch,
-    # which make_micro_batch() fills; its segments in Prefetcher._build; and a look-up in GPT.look_up.
+    # hashed_rows: bigram_embed's, and those of the n-gram table. To add an index, add a field of MicroBatch
+    # that make_micro_batch() fills, its segments in Prefetcher._build, and a look-up in GPT.look_up.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
     # How gradients come to the rank that owns a block. reduce_scatter: all of the gradient. sparse: only the
     # rows that were touched since the last update.
@@ -280,7 +285,7 @@ bank_spec = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", u
 # Gradients are exchanged in the order of these rows, but the n-grams' come first, and the small parameters'
 # last. Names are record 92's, where it has the parameter, and most numbers are.
 PARAMS = (
-    #     name              lr_mul wd_mul kind         rows_by        exchange
+    #         name              lr_mul wd_mul kind       rows_by        exchange
     bank_spec("qk_bank"),
     bank_spec("narrow_qk_bank"),
     bank_spec("vo_bank"),
@@ -304,14 +309,14 @@ PARAMS = (
     ParamSpec("pointer_sink",     1.00,   0, dtype="float32"),
     # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows
     # alone, as a rank's block is some of the rows.
-    ParamSpec("lm_head",          1.00, 150, "head", update_order=2, betas=(0.50, 0.95)),
+    ParamSpec("lm_head",          1.00, 150, "head",      update_order=2, betas=(0.50, 0.95)),
     ParamSpec("bigram_embed",    75.00,   5, "embedding", "hashed_rows", "sparse", update_order=1,
-          betas=(0.75, 0.95)),
+              betas=(0.75, 0.95)),
     ParamSpec("value_embeds",    70.00,   5, "embedding", "inputs",      "sparse", update_order=5,
-          betas=(0.75, 0.95), update_every=(2, 4)),
+              betas=(0.75, 0.95), update_every=(2, 4)),
     # Until the untie step it is the transpose of lm_head.
     ParamSpec("embed",            1.00, 150, "embedding", "inputs",      "sparse", update_order=3,
-          betas=(0.50, 0.95)),
+              betas=(0.50, 0.95)),
 )
 # fmt: on
 
@@ -340,9 +345,8 @@ class WeightAverage:
 
 # Record 92's. Some parameters have two rows. Their averages run independently, and in the end the parameter
 # is moved towards the first one, and then from there towards the second. The record ticks lm_head's average
-# after every step, at the rate r = 2 / 299. lm_head changes after every second step only, so here it ticks
-# after every second step, at 1 - (1 - r)^2, which is as far. The last tick is for one step alone: last_rate
-# is r.
+# after every step, at the rate r = 2 / 299. lm_head changes every second step, so here its average ticks that
+# often, by 1 - (1 - r)^2, as far as two ticks. The last tick stands for one step: last_rate is r.
 # fmt: off
 AVERAGES = (
     #              parameters                    window  rate                     blend
@@ -370,9 +374,9 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
-    # Each adds a row to those of the orders, chosen by something other than the last n tokens (section 18):
-    # the word so far; the byte above the next one, in the line before; what followed the same tokens before.
-    # The first two are for bytes. Without orders there are none.
+    # Each gives a token one more row (section 18). word: chosen by the word so far; above: by the byte above
+    # the next one, in the line before; copy: by what followed the same tokens earlier. word and above are for
+    # bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
 
     @property
@@ -421,7 +425,7 @@ class Config:
     target: float = 3.28  # mean validation loss, nats per token, that a record must reach
     val_slice_tokens: Positive = 262144  # one validation forward
     val_slices: Positive = 40
-    val_every: int = 250  # validate before step 0 and after every so many, and at the end; 0: only there
+    val_every: int = 250  # validate before step 0, after every val_every steps, and at the end; 0: only there
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
     # ---- The model.
     vocab_size: Positive = 50257
@@ -437,8 +441,8 @@ class Config:
     head_dim: Positive = 128
     mlp_dim: Positive = 2816
     layers: tuple[Layer, ...] = LAYERS
-    # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11); it does not if
-    # there is no such layer. In layers after backout_from, attention reads the norm of the stream that left
+    # As in a U-net, the stream that left layer skip_from is added before layer skip_to (record 11), if there
+    # is a layer skip_to. In layers after backout_from, attention reads the norm of the stream that left
     # backout_from.
     skip_from: int = 3
     skip_to: int = 6
@@ -471,8 +475,6 @@ class Config:
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients agree, large ones
     # average out noise later. At the end batches shrink again. The last stage trains at the rate at which the
     # cooldown ends. The numbers are PR 379's.
-    # If you change steps here, these do not follow: late_updates_from, two_momenta_from, momentum_warmup,
-    # momentum_cooldown, and `window` and `also` of averages. With --set length all do.
     # fmt: off
     stages: tuple[Stage, ...] = (
         #   steps  batch  docs   windows         lr_mul  mtp        prefix
@@ -484,20 +486,28 @@ class Config:
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
-    # In this last part of the steps before the last stage, lr_mul moves from the stage's to the last stage's.
-    cooldown_frac: Fraction = 0.80
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
-    averages: tuple[WeightAverage, ...] = AVERAGES  # after the last step parameters move to them, in order
-    params: tuple[ParamSpec, ...] = PARAMS
+    # In this last part of the steps before the last stage, lr_mul moves from the stage's to the last stage's.
+    cooldown_frac: Fraction = 0.80
+    # ---- Numbers of steps that belong to these stages. If you change the stages' steps, change these, too.
+    # With --set length all follow.
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
-    # ---- Adam, for all parameters but the banks.
+    # ANVIL's momentum rises from min to max (below), and falls again in the end. While the loss falls fast,
+    # old gradients mislead (record 9).
+    momentum_warmup: Steps = 240  # steps from min to max
+    momentum_cooldown: Steps = 50  # last steps, back towards min
+    two_momenta_from: Steps = 514  # the first step with ANVIL's two momenta (below)
+    averages: tuple[WeightAverage, ...] = AVERAGES  # parameters move towards them in the end, in order
+    # ---- The optimizers.
+    params: tuple[ParamSpec, ...] = PARAMS
+    # Adam, for all parameters but the banks.
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ---- ANVIL, for the banks (section 15): what follows, down to slow_rate, is for this rule alone.
+    # ANVIL, for the banks (section 15).
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -505,23 +515,18 @@ class Config:
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    # The momentum of Nesterov's rule rises from min to max, and falls again in the end. While the loss falls
-    # fast old gradients mislead (record 9).
-    momentum_min: Fraction = 0.85
+    momentum_min: Fraction = 0.85  # the momentum of Nesterov's rule
     momentum_max: Fraction = 0.93
-    momentum_warmup: Steps = 240  # steps from min to max
-    momentum_cooldown: Steps = 50  # last steps, back towards min
     # There are two running averages of the gradients, a fast and a slow one. Before the step two_momenta_from
     # Nesterov's rule takes the fast one alone, which decays by the momentum, while the slow one only decides
-    # where weight decay acts. From that step on the rule takes a mean of both, in which the fast one has the
-    # share fast_weight, and decays by fast_beta. Each step moves the slow one by slow_rate.
-    two_momenta_from: Steps = 514
+    # where weight decay acts. From then on the rule takes a mean of both: the fast one has the weight
+    # fast_weight, and its decay is fast_beta. Each step moves the slow one by slow_rate.
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
     slow_rate: Fraction = 0.02
     # ---- How the run computes. These change speed, memory and rounding, not the algorithm; but FP8 rounds
     # small activations and gradients to 0.
-    warmup: bool = True  # rehearse every stage off the clock, then reset
+    warmup: bool = True  # rehearse every kind of step off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
     main_grad: bool = True
@@ -578,8 +583,6 @@ SMALL = replace(
     narrow_attn_scale=0.4,
     # Documents are truncated, so that a batch has parts of more of them; attention then splits none.
     attention_cap=0,
-    cooldown_frac=0.4,
-    late_updates_from=46,
     # A third of such a small step is the cost of many small operations, so there are few micro-batches.
     microbatches=2,
     # Without a GPU: plain torch, in fp32; with AMX, the MLPs' products in bf16 (bf16_mlp).
@@ -633,6 +636,8 @@ CPU = replace(
         Stage(13, 4096, 512, Windows(6, 13), 1.00),
     ),
     # fmt: on
+    cooldown_frac=0.4,
+    late_updates_from=46,
     momentum_warmup=72,
     momentum_cooldown=13,
     two_momenta_from=72,
@@ -680,6 +685,8 @@ WORDS = replace(
         Stage(11, 2048, 512, Windows(6, 13), 1.00),
     ),
     # fmt: on
+    cooldown_frac=0.4,
+    late_updates_from=46,
     momentum_warmup=68,
     momentum_cooldown=12,
     two_momenta_from=68,
@@ -709,45 +716,38 @@ ALL_PRESETS = (RECORD, CPU, WORDS)
 # ---- Layers' scalars, gates, and outputs of MUDD -----------------------------------------------------------
 
 
-# Each layer's scalars: the parameter that has a column of each, and the initial value.
+# A layer's scalars, by the parameter that has a column of each, with their initial values.
 #
 #   x = resid_attention x + post_attention (out attention(norm(qkv q), norm(qkv k), qkv v + value_embed))
 #       + gated x0 + gated n-grams
 #   x = resid_mlp x + post_mlp (the sum of mlp(norm(x)) over the layer's MLPs)
 #
-# Another one is a line here, one of used_scalars(), and its use: w.scalars["my_scalar"], (T or 1, 1).
+# To add one, add it here and in used_scalars(), and use w.scalars["my_scalar"], (T or 1, 1).
 LAYER_SCALARS = {
-    "qkv": ("scalars", 0.5),  # q and k are normed, so only v feels it
-    "out": ("scalars", 1.0),
-    "resid_attention": ("resid_lambdas", 1.0488),  # sqrt(1.1), as the record rounds it
-    "resid_mlp": ("resid_lambdas", 1.0488),
-    "post_attention": ("post_lambdas", 1.0),
-    "post_mlp": ("post_lambdas", 1.0),
+    "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so only v feels qkv
+    "resid_lambdas": {"resid_attention": 1.0488, "resid_mlp": 1.0488},  # sqrt(1.1), as the record rounds it
+    "post_lambdas": {"post_attention": 1.0, "post_mlp": 1.0},
 }
-
-
-def scalar_columns(param: str) -> list[float]:
-    """Returns the initial values of a layer's scalars that this parameter has."""
-    return [value for name, value in LAYER_SCALARS.values() if name == param]
+SCALAR_COLUMNS = list(chain.from_iterable(LAYER_SCALARS.values()))  # their names
+# The numbers at the end of the parameter `scalars`, and their initial values.
+MODEL_SCALARS = {"smear": 0.0, "skip": -1.5}  # skip: before its sigmoid
 
 
 def used_scalars(cfg: Config) -> list[dict[str, bool]]:
-    """Returns for each layer which of LAYER_SCALARS it reads."""
+    """Returns for each layer which of SCALAR_COLUMNS it reads."""
     used = []
-    for i, layer in enumerate(cfg.layers):
+    for layer in cfg.layers:
         attends = bool(layer.attention)
-        adds = attends or layer.x0 or (layer.ngram and i > 0)  # to the stream, before the MLPs
         has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
-        used.append(
-            {
-                "qkv": attends,
-                "out": attends,
-                "resid_attention": has_own and adds,
-                "resid_mlp": has_own,
-                "post_attention": has_own and attends,
-                "post_mlp": has_own and layer.mlps > 0,
-            }
-        )
+        flags = {
+            "qkv": attends,
+            "out": attends,
+            "resid_attention": has_own,
+            "resid_mlp": has_own,
+            "post_attention": has_own and attends,
+            "post_mlp": has_own and layer.mlps > 0,
+        }
+        used.append(flags)
     return used
 
 
@@ -763,37 +763,37 @@ class Gate(NamedTuple):
     is used without a sigmoid; only that of xsa goes through a tanh.
 
     Another gate is a field of Layer, which check_layers() may have to limit, a line of gate_table(), a `use`
-    below, and gates[use, i] where it acts:
-    in GPT.attention_branch, or in GPT.trunk, for example on what mlp_branch returns. The smear, the value
-    embeddings and the pointer have gates of other kinds, which do not come from here.
+    below, and gates[use, i] where it acts: in GPT.attention_branch, or in GPT.trunk, for example on what
+    mlp_branch returns. The smear, the value embeddings and the pointer have gates of other kinds, which do
+    not come from here.
     """
 
     # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
     use: str
     layer: int
     columns: int  # one, or one a head
-    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
+    bias: float  # initial, in units of GATE_SCALE: 10 is an open gate
 
 
 def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
 
-    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it. The order of columns is record 92's.
+    The first MLP reads x0 and serves layer_tables 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layer_tables after it. The order of columns is record 92's.
     """
     early: list[Gate] = []
     late: list[Gate] = []
-    layers = []  # each layer's number, the layer itself, and the table of its gates
+    layer_tables = []  # each layer's number, the layer itself, and the table of its gates
     for i, layer in enumerate(cfg.layers):
         table = late if i > cfg.skip_from else early
-        layers.append((i, layer, table))
-    for i, layer, table in layers:
+        layer_tables.append((i, layer, table))
+    for i, layer, table in layer_tables:
         if layer.xsa:
             table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
-    for i, layer, table in layers:
+    for i, layer, table in layer_tables:
         if layer.gate:
             table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
-    for i, layer, table in layers:
+    for i, layer, table in layer_tables:
         if layer.x0:
             table.append(Gate("x0", i, columns=1, bias=0.0))
         if layer.ngram:
@@ -805,6 +805,7 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
 
 GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
 MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
+GATE_SCALE = 0.1  # initially, times the outputs of the gates' MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
 # What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
 # outputs are weights of streams, x the layer's own; resid_* and post_* take the place of its LAYER_SCALARS.
@@ -830,8 +831,8 @@ def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
     """Returns the streams that lm_head_input adds, by the names that GPT.trunk saves them under, and of each
     the initial bias of its weight, divided by MUDD_SCALE.
     """
-    tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    values = {f"value {i}": 0.0 for i in range(tables)}
+    num_value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    values = {f"value {i}": 0.0 for i in range(num_value_tables)}
     # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
     # (PR 140).
     before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
@@ -871,14 +872,14 @@ def uniform(gain: float, fan_in: int) -> Draw:
     return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
 
 
-def given_rows(*values: list[float]) -> Draw:
+def given_rows(values: Sequence[list[float]]) -> Draw:
     """Draws nothing: the rows are given. Shorter ones are padded with 0, and a single one may be a vector."""
     tensors = [torch.tensor(row) for row in values]
     return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
 
 
 def zero_second_of_pairs(draw_all: Draw) -> Draw:
-    """Sets the second matrix of every pair to 0, so that a layer begins without MLP."""
+    """Draws as draw_all, with the second matrix of every pair set to 0: a layer begins without MLP."""
 
     def draw(shape, generator):
         value = draw_all(shape, generator)
@@ -902,46 +903,44 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     num_narrow = sum(layer.narrow_qk for layer in attending)
     num_wide = len(attending) - num_narrow
     num_mlps = sum(layer.mlps for layer in cfg.layers)
-    value_tables = sum(layer.value for layer in attending)
-    value_gates = sum(layer.value and not layer.mudd for layer in attending)
+    num_value_tables = sum(layer.value for layer in attending)
+    num_value_gates = sum(layer.value and not layer.mudd for layer in attending)
     bigram_rows = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
     # The mix before the head weighs each stream as a whole and by groups of its channels.
     biases = small_mlp_biases(cfg)
     num_streams = len(lm_head_stream_biases(cfg))
-    mudd_biases = max(len(MUDD_OUTPUTS), num_streams)
-    mudd_outputs = max(len(MUDD_OUTPUTS), num_streams * (1 + cfg.mix_groups))
-    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
+    num_mudd_biases = max(len(MUDD_OUTPUTS), num_streams)
+    num_mudd_outputs = max(len(MUDD_OUTPUTS), num_streams * (1 + cfg.mix_groups))
+    mudd_dim = cfg.mudd_dim if cfg.mudd_weights else 0
     num_gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
-    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and num_gates else 0
+    gate_mlp_dim = cfg.mudd_dim if cfg.mudd_gates and num_gates else 0
     zeros = constant(0.0)
-    # Behind those of all layers: the factor of the smear, and the skip's before its sigmoid.
-    scalars = L * scalar_columns("scalars") + [0.0, -1.5]
-    post_lambdas = scalar_columns("post_lambdas")
-    resid_lambdas = scalar_columns("resid_lambdas")
+    by_layer = {param: L * [list(columns.values())] for param, columns in LAYER_SCALARS.items()}
+    scalars = sum(by_layer["scalars"], []) + list(MODEL_SCALARS.values())
     return {
         # Two heads' queries, or keys, are one matrix, which ANVIL orthogonalizes as a whole.
         "qk_bank": ((num_wide * H, 2 * D, d), uniform(0.5, d)),
         "narrow_qk_bank": ((num_narrow * H, D, d), uniform(0.5, d)),
         "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
         "mlp_bank": ((2 * num_mlps, cfg.mlp_dim, d), zero_second_of_pairs(uniform(0.5, d))),
-        "scalars": ((len(scalars),), given_rows(scalars)),
+        "scalars": ((len(scalars),), given_rows([scalars])),
         "smear_gate": ((1, GATE_DIM), zeros),
-        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
-        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
-        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
-        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
-        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
-        "mudd_gate_w2": ((2, num_gates, gates_hidden), zeros),
-        "mudd_gate_b2": ((2, num_gates), given_rows(*biases["mudd_gate"])),
-        "mudd_gate_scale": ((min(1, num_gates),), constant(0.1)),
-        "post_lambdas": ((L, len(post_lambdas)), given_rows(*L * [post_lambdas])),
-        "resid_lambdas": ((L, len(resid_lambdas)), given_rows(*L * [resid_lambdas])),
+        "ve_gate_bank": ((num_value_gates, H, GATE_DIM), zeros),
+        "mudd_w1": ((2, mudd_dim, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w2": ((2, num_mudd_outputs, mudd_dim), zeros),
+        "mudd_b2": ((2, num_mudd_biases), given_rows(biases["mudd"])),
+        "mudd_gate_w1": ((2, gate_mlp_dim, d), uniform(0.577, d)),
+        "mudd_gate_w2": ((2, num_gates, gate_mlp_dim), zeros),
+        "mudd_gate_b2": ((2, num_gates), given_rows(biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, num_gates),), constant(GATE_SCALE)),
+        "post_lambdas": ((L, len(LAYER_SCALARS["post_lambdas"])), given_rows(by_layer["post_lambdas"])),
+        "resid_lambdas": ((L, len(LAYER_SCALARS["resid_lambdas"])), given_rows(by_layer["resid_lambdas"])),
         "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
         "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
         "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
         "lm_head": ((d, V), normal(0.005)),
         "bigram_embed": ((bigram_rows, d), zeros),
-        "value_embeds": ((V, value_tables, d), normal(0.01)),
+        "value_embeds": ((V, num_value_tables, d), normal(0.01)),
         "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
     }
 
@@ -965,7 +964,7 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
 
 
 def used_specs(cfg: Config) -> list[ParamSpec]:
-    """Returns the rows of PARAMS, as the settings have them, of the parameters that this model has."""
+    """Returns the rows of cfg.params of the parameters that this model has."""
     shapes = param_shapes(cfg, 1)
     return [spec for spec in cfg.params if spec.name in shapes]
 
@@ -1045,8 +1044,8 @@ def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
     """Returns the factor of all learning rates.
 
     It is stage.lr_mul until the cooldown, which is the last cooldown_frac of the steps before the last stage.
-    There it is a mean of stage.lr_mul and the last stage's, whose share grows linearly from 0 to 1. In the
-    last stage it is that stage's. Where a stage begins, it may jump, in the cooldown, too.
+    In the cooldown it moves linearly from stage.lr_mul to the last stage's lr_mul, which the last stage
+    keeps. It may jump where a stage begins.
     """
     end = cfg.stage_starts[-1]
     cooldown_from = int(end * (1 - cfg.cooldown_frac))
@@ -1141,8 +1140,7 @@ def warmup_ranges(cfg: Config) -> list[range]:
     A kind is a stage, a number of sampled columns, prefixes or none, late updates or none. The first step of
     each kind has a range: the two steps before it, itself, and the next one. At the last stage's start the
     range goes on for four steps: the first two untie embed, the others update it on its own.
-    A range that would begin at an odd step begins one earlier, so that with updates after every step or every
-    second one gradients overwrite and are added as in the run.
+    Ranges begin at even steps, so that with the intervals 1 and 2 gradients overwrite and add as in the run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -1232,10 +1230,8 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x in this dtype, for forwards of autograd Functions that are compiled.
-
-    There to() of the same dtype would return x itself, and torch 2.11 may lose the gradients of a result that
-    is an argument, too (pytorch issue 180642).
+    """Returns x in this dtype, for forwards of autograd Functions that are compiled: without a to() if x has
+    the dtype. With a to() that returns x itself, torch 2.11 may lose gradients there (pytorch issue 180642).
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -1321,9 +1317,8 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]  # pack() has put each in one host buffer, and its segments in another
     position: tuple[int, ...]  # where the loader stands after this batch; a resumed run starts there
-    # The routes of each table that this step updates, by table, packed together. Those of
-    # "ngrams" come with the first step after an update of the n-grams: they are of the rows that all steps up
-    # to the next update read.
+    # The routes of each table that this step updates, by table, packed together. The first batch after an
+    # update of the n-grams has the routes of "ngrams", for all rows that are read up to the next update.
     routes: dict[str, RowRoutes]
 
 
@@ -1343,8 +1338,8 @@ class MicroBatch(NamedTuple):
     max_seqlen: int  # none of these documents or pieces is longer
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
-    # By ParamSpec.rows_by: "inputs", "hashed_rows". Their ids are rows, but of n-grams slots. They are
-    # packed apart from the rest, because their sizes vary.
+    # By ParamSpec.rows_by: "inputs", "hashed_rows". Their ids are rows; for n-grams, slots. They are packed
+    # apart from the rest, because their sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
@@ -1358,7 +1353,7 @@ def train_step(
     device. It is not comparable with a validation's: sampled columns lower it, as the softmax is over fewer
     tokens, and so do prefixes, as a missing target counts as 0; losses on later tokens raise it.
 
-    `next_batch()` is the next batch, whose n-grams are fetched after their update; None after the last.
+    `next_batch()` returns the next batch, or None; its n-grams are fetched once their table is updated.
     """
     plan = batch.plan
     count = len(batch.micro_batches)
@@ -1385,16 +1380,16 @@ def train_step(
             fp8_weights=fp8_weights,
         )
         for param in optimizer.params.values():
-            param.end_backward()  # the next micro-batch's gradients are added; tables' always are
+            param.end_backward()  # banks and lm_head add from here on; tables always add
         optimizer.add_rows(row_grads, segments, model.signs)
         # Only the logged loss is a mean over tokens; gradients are of the sum.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if model.fp8_mlps:
-        amax = optimizer.exchange.all_reduce(model.fp8_mlps.amax, dist.ReduceOp.MAX)
+        pending_amax = optimizer.exchange.all_reduce(model.fp8_mlps.amax, dist.ReduceOp.MAX)
     optimizer.step(plan, next_batch)
     if model.fp8_mlps:
-        model.fp8_mlps.end_step(amax.wait())
+        model.fp8_mlps.end_step(pending_amax.wait())
     return sum(losses[1:], losses[0])
 
 
@@ -1409,10 +1404,10 @@ def forward_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Runs a micro-batch's forward and backward, which gives gradients to optimizer.params.
 
-    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: 1 / this rank's
-    micro-batches, a factor of all these weights. Returns the weighted sum of losses, 0-d, and by table
-    the gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument, or
-    CUDAGraphs would replay what it was.
+    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: 1 / the number of
+    this rank's micro-batches, a factor of all these weights. Returns the weighted sum of losses, 0-d, and by
+    table the gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument,
+    or CUDAGraphs would replay what it was.
     """
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
@@ -1462,14 +1457,14 @@ def validate(
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(int32(EMPTY_INT32))  # no rows; but it takes part
+            model.ngrams.fetch(int32(EMPTY_INT32))  # no rows: the call is collective
     return exchange.all_reduce(losses).wait().mean().item()
 
 
 # ============================================================================================================
 # 7  Model. GPT with its embeddings, layers and head; functions of its forward.
 #
-# The streams of the record preset, by the names that GPT.trunk saves them under:
+# The streams of the record preset; in quotes, names that GPT.trunk saves them under:
 #
 #   x0              norm of the smeared embeddings
 #   "ngram"         the n-grams' sums; before layer 0 a gated share of them is added: then x is "first"
@@ -1484,7 +1479,8 @@ def validate(
 #                   which MUDD adds "first" and "ngram"; MLP
 #   lm_head         norm(x + the sum of lm_head_streams, each times weights of the token, also by channels)
 #
-# Before their MLPs layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4, 5, 9 one of "ngram".
+# Where attention's output is added, or would be, layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4,
+# 5, 9 one of "ngram".
 # ============================================================================================================
 
 
@@ -1496,7 +1492,7 @@ Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, colu
 class RotaryFamily(NamedTuple):
     cos: Tensor  # (positions, head_dim / 4)
     sin: Tensor
-    scale: Tensor  # of the softmax, 0-d: another number needs no other graph
+    scale: Tensor  # of the softmax, 0-d: a float would recompile for each value
 
 
 class MLPWeights(NamedTuple):
@@ -1515,7 +1511,7 @@ class LayerWeights(NamedTuple):
     value_embed: Tensor | None
     ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
     mlps: list[MLPWeights]
-    scalars: dict[str, Tensor]  # by the names of LAYER_SCALARS, (T or 1, 1) each
+    scalars: dict[str, Tensor]  # by the names in LAYER_SCALARS, (T or 1, 1) each
 
 
 class GPT(nn.Module):
@@ -1537,8 +1533,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.backend = backend or TORCH_BACKEND
         self.device = torch.device(device)
-        # Where rows of n-grams come from: an NgramTable, or outside training what has its fetch(). Its owner
-        # sets it.
+        # The NgramTable, or outside training any object with its fetch(). build() or the caller sets it.
         self.ngrams: typing.Any = None
         # For move(): torch.empty, but with one tensor for each size. In training a micro-batch overwrites the
         # last one of its size, so micro-batches of equal shapes have equal addresses, which CUDA graphs need.
@@ -1561,7 +1556,7 @@ class GPT(nn.Module):
         self.initialize(seed)
 
     def register_parameters(self, world_size: int) -> None:
-        """Allocates the rows of PARAMS that this model uses, as zeros."""
+        """Allocates the parameters that this model uses, as zeros."""
         cfg = self.cfg
         shapes = param_shapes(cfg, world_size)
         self.bank_names = []
@@ -1588,9 +1583,12 @@ class GPT(nn.Module):
         # Each token's longest prefix, by prefix_table(); until that is built no token has one.
         self.longest_prefix = torch.full((cfg.padded_vocab,), -1, device=device)
         self.copy_gate_column = torch.tensor([cfg.copy_gate_column], device=device)
-        # Which scalars each layer reads, and their places in layer_scalars()' flattened table.
-        self.used_scalars = used_scalars(cfg)
-        flags = [[used[name] for name in LAYER_SCALARS] for used in self.used_scalars]
+        # The names of the scalars that each layer reads, and their places in layer_scalars()' table.
+        self.scalar_names = []
+        flags = []
+        for used in used_scalars(cfg):
+            self.scalar_names.append([name for name in SCALAR_COLUMNS if used[name]])
+            flags.append([used[name] for name in SCALAR_COLUMNS])
         self.scalar_places = torch.tensor(flags).flatten().nonzero()[:, 0].to(device)
 
     @torch.no_grad()
@@ -1683,14 +1681,14 @@ class GPT(nn.Module):
         if "value_embeds" in looked_up:
             value_embeds = looked_up["value_embeds"].unbind(1)
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
-        smear, skip = self.scalars[-2:].unbind()
+        smear, skip = self.scalars[-len(MODEL_SCALARS) :].unbind()
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
         gates = self.compute_gates(UP_TO_SKIP, x0)
         x = x0
         if cfg.layers[0].ngram:
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
-        # What later layers and the head's input read, by the place where it is saved. Until a layer saves its
-        # stream, each is the stream that enters layer 0. The n-grams and the values stay as they are.
+        # Streams that later layers and lm_head_input() read. Until a layer saves its own, each is the stream
+        # that enters layer 0, but for "ngram" and the values.
         streams = {
             "ngram": ngram,
             "first": x,  # enters layer 0
@@ -1744,7 +1742,7 @@ class GPT(nn.Module):
     ) -> list[LayerWeights]:
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
-        All lie in the order of the layers that use them. vo_bank has a value and an output matrix for each
+        Each bank is in the order of the layers. vo_bank has a value and an output matrix for each
         layer that attends, mlp_bank fc and proj for each MLP. qk_bank and narrow_qk_bank have as many
         matrices for a layer as it has heads: their rows are first all its queries', then all its keys'. So in
         the record preset layer 3, the first with wide heads, has matrices 0 .. 5 of qk_bank, and the first
@@ -1783,20 +1781,25 @@ class GPT(nn.Module):
         return layers
 
     def layer_scalars(self, T: int) -> list[dict[str, Tensor]]:
-        """Returns each layer's scalars, (T or 1, 1), by the names of LAYER_SCALARS; those that it reads.
+        """Returns each layer's scalars, (T or 1, 1), by their names; those that it reads.
 
         In compiled code they are repeated for every token, so that one sum over the tokens gives the
         gradients of all; elsewhere they are (1, 1). They are taken by one index: slices would be copied one
         by one in compiled code.
         """
-        params = [self.scalars[:-2], self.resid_lambdas, self.post_lambdas]  # in the order of LAYER_SCALARS
-        table = torch.cat([param.view(len(self.used_scalars), -1) for param in params], dim=1)
+        columns = []
+        for name in LAYER_SCALARS:
+            param = getattr(self, name)
+            if name == "scalars":
+                param = param[: -len(MODEL_SCALARS)]
+            columns.append(param.view(len(self.scalar_names), -1))
+        table = torch.cat(columns, dim=1)
         read = table.flatten()[self.scalar_places].view(-1, 1, 1)
         repeats = T if torch.compiler.is_compiling() else 1
         remaining = iter(read.expand(-1, repeats, 1).unbind())
         layers = []
-        for used in self.used_scalars:
-            layers.append({name: next(remaining) for name in LAYER_SCALARS if used[name]})
+        for names in self.scalar_names:
+            layers.append({name: next(remaining) for name in names})
         return layers
 
     def mudd_connections(
@@ -1808,16 +1811,22 @@ class GPT(nn.Module):
         is added to the stream with attention's output.
         """
         outputs = self.small_mlp("mudd", TO_LAYER, x)[:, :, None]  # (weights, T, 1)
-        m = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
+        weights = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
         first, backout = streams["first"], streams["backout"]
         left, right = w.value_embed.chunk(2, 1)
-        value = torch.cat([m["left value"] * left, m["right value"] * right], 1)
+        value = torch.cat([weights["left value"] * left, weights["right value"] * right], 1)
         value = value + mix(
-            [(m["first to value"], first), (m["backout to value"], backout), (m["x to value"], x)]
+            [
+                (weights["first to value"], first),
+                (weights["backout to value"], backout),
+                (weights["x to value"], x),
+            ]
         )
-        x = mix([(1 + m["x"], x), (m["first"], first), (m["backout"], backout)])
-        added: list[Term] = [(m["first after"], first), (m["ngram after"], streams["ngram"])]
-        by_token = {name: m[name] for name in ("resid_attention", "post_attention", "resid_mlp", "post_mlp")}
+        x = mix([(1 + weights["x"], x), (weights["first"], first), (weights["backout"], backout)])
+        added: list[Term] = [(weights["first after"], first), (weights["ngram after"], streams["ngram"])]
+        by_token = {
+            name: weights[name] for name in ("resid_attention", "post_attention", "resid_mlp", "post_mlp")
+        }
         return x, w._replace(value_embed=value, scalars=w.scalars | by_token), added
 
     def attention_branch(
@@ -1857,8 +1866,8 @@ class GPT(nn.Module):
         qk = linear(h, w.qk)
         v = linear(h, w.v)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
-        # remove the factor of queries and keys again, so it acts on values alone. The factor is expanded to
-        # the shape of the norms, so that compiled code has one kernel for the backward of both.
+        # cancel the scalar "qkv" in q and k, so it acts on values alone. It is expanded to the shape of the
+        # norms, so that compiled code has one kernel for the backward of both.
         scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
         qk = norm(mix([(scale, qk.view(T, 2, heads, qk_dim))]))
         v = mix([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
@@ -1902,16 +1911,16 @@ class GPT(nn.Module):
     def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        Without weights they are constants, (k, 1). TO_LM_HEAD returns a weight for each stream, and then
-        mix_groups weights for each; only the first have biases. MUDD: Xiao et al. 2025, arXiv:2502.12170,
-        trimmed in record 81; gates by it in record 85.
+        Without weights they are constants, (k, 1). For TO_LM_HEAD they are a weight for each stream, with a
+        bias, then mix_groups for each stream, without. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in
+        record 81; gates by it in record 85.
         """
-        biases = len(self.small_mlp_biases[name][i])
+        num_biases = len(self.small_mlp_biases[name][i])
         scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
         without_bias = 0
         if (name, i) == ("mudd", TO_LM_HEAD):
-            without_bias = self.cfg.mix_groups * biases
-        out = getattr(self, f"{name}_b2")[i, :biases]
+            without_bias = self.cfg.mix_groups * num_biases
+        out = getattr(self, f"{name}_b2")[i, :num_biases]
         out = F.pad(out, (0, without_bias))[:, None]  # (k, 1)
         if hasattr(self, f"{name}_w1"):
             w1 = getattr(self, f"{name}_w1")[i]  # (hidden, d)
@@ -1960,12 +1969,12 @@ class GPT(nn.Module):
         fp8 = self.backend.fp8
         fp8_scale = 0.0  # of dlogits
         if fp8:  # with fixed scales, and second factors of products column-major
-            fp8_scale = FP8_GRAD * loss_share
-            x_scale = device_scalar(FP8_X, x.device)
-            w_scale = device_scalar(FP8_W, x.device)
+            fp8_scale = FP8_DLOGITS_SCALE * loss_share
+            x_scale = device_scalar(FP8_HEAD_X_SCALE, x.device)
+            w_scale = device_scalar(FP8_HEAD_W_SCALE, x.device)
             dlogits_scale = device_scalar(fp8_scale, x.device)
-            x8, x8_T = to_fp8_and_copy(x, FP8_X)
-            w8, w8_T = to_fp8_and_copy(w, FP8_W)
+            x8, x8_T = to_fp8_and_copy(x, FP8_HEAD_X_SCALE)
+            w8, w8_T = to_fp8_and_copy(w, FP8_HEAD_W_SCALE)
         dx = torch.empty_like(x)
         losses = []
         for i in range(0, len(x), chunk_size):
@@ -2006,7 +2015,8 @@ class GPT(nn.Module):
         """Returns what the pointer says, of the head's inputs x (T, d); None if the model has no pointer."""
         if not self.cfg.pointer_dim:
             return None
-        probs = Pointer.apply(*self.pointer_inputs(x), micro_batch, window, self.backend)
+        q, k, sink_scores = self.pointer_inputs(x)
+        probs = Pointer.apply(q, k, sink_scores, micro_batch, window, self.backend)
         return PointerProbs(probs, self.copy_gate_column, grad=torch.empty_like(probs))
 
     @torch.no_grad()
@@ -2025,11 +2035,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
-        """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
-        are computed again.
+        """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`. The whole text
+        is computed again.
 
-        They sum to less than 1 if the head has columns of padding, which are no tokens, and keep their
-        probability, here as in the loss. The column of the pointer's gate has none.
+        Columns of padding keep their probability, as in the loss, so these may sum to less than 1. The copy
+        gate's column has none.
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
@@ -2039,16 +2049,8 @@ class GPT(nn.Module):
         z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
         if not cfg.pointer_dim:
             return z.softmax(1)[0, : cfg.vocab_size]
-        # softcap_loss's mixture, for all next tokens at once.
-        gate, not_gate, z = split_copy_gate(z, self.copy_gate_column)
-        p_vocab = z.softmax(1)[0]
-        inputs = self.pointer_inputs(x)
-        *_, last_block = pointer_blocks(inputs, micro_batch, cfg.pointer_val_window)
-        _, sources, scores, _ = last_block
-        p = torch.cat([inputs.sink_scores[-1:], scores[-1]]).softmax(0)
-        p_sink, p_source = p[:1], p[1:]
-        p_copy = torch.zeros_like(p_vocab).index_add_(0, micro_batch.inputs[sources], p_source)
-        p, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+        pointer_inputs = self.pointer_inputs(x)
+        p = all_mixed_probs(z, pointer_inputs, micro_batch, cfg.pointer_val_window, self.copy_gate_column)
         return p[: cfg.vocab_size]
 
     # -------------------------------------------------------------------------------------- rotary embedding
@@ -2056,7 +2058,7 @@ class GPT(nn.Module):
     def use_rotary(self, stage: int) -> None:
         """Takes a stage's rotary tables: one family for each window and width of heads that layers have.
 
-        Later stages' overwrite the first one's: their addresses never change.
+        Later tables overwrite the first stage's, so addresses never change.
         """
         if stage == self.rotary_stage:
             return
@@ -2068,8 +2070,8 @@ class GPT(nn.Module):
         self.rotary_stage = stage
 
     def rotary_family(self, stage: int, layer: Layer) -> RotaryFamily:
-        """Computes cos and sin, and the softmax scale, of layers like this one, adapted to their window of
-        every stage so far.
+        """Computes cos, sin and the softmax scale for this kind of layer, adapted at each change of its
+        window so far.
 
         Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
         content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
@@ -2130,8 +2132,8 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
     own content anyway.
     """
-    # Products are upcast, not their factors, of which compiled code would keep fp32 copies. That code
-    # computes the products in fp32 all the same.
+    # Upcast the products: of upcast factors compiled code would keep fp32 copies. It computes these products
+    # in fp32 anyway.
     square = upcast(v.square()).sum(-1, keepdim=True)
     along = upcast(y * v).sum(-1, keepdim=True) / square.clamp_min(1e-8)
     return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
@@ -2140,8 +2142,8 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
 def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
 
-    weights (n + n * groups, T or 1): one for each stream; then for each stream one for each group of
-    channels, which is added to that.
+    weights (n + n * groups, T or 1): n by stream; then n * groups by group of channels, which are added to
+    the stream's weight.
     """
     n = len(streams)
     by_stream, by_group = weights[:n], weights[n:].unflatten(0, (n, -1))  # (n, T), (n, groups, T)
@@ -2150,7 +2152,7 @@ def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
     for scale, stream in zip(scales, streams):
         terms.append((scale, stream.unflatten(1, (groups, -1))))
-    # Norm, compiled, too: its backward reads only its result. rms_norm's would mix all streams again.
+    # Norm even when compiled: its backward needs only its result. rms_norm's would run mix() again.
     return Norm.apply(mix(terms).flatten(1))
 
 
@@ -2193,8 +2195,8 @@ class BankWeight(NamedTuple):
     """A matrix of a bank; or, until split(), the whole bank, which has one axis more."""
 
     w: Tensor  # (rows, cols)
-    # This matrix's part of the bank's; None: its gradient is autograd's. With a narrow w it is wider, and
-    # write_grad() writes the part that w has.
+    # This matrix's part of the bank's main_grad; None: autograd has the gradient. For a narrow w,
+    # write_grad() fills a part of it.
     main_grad: Tensor | None = None
     accumulate: Tensor | None = None  # DenseParam.accumulate
 
@@ -2239,8 +2241,9 @@ def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
 
 
 # ============================================================================================================
-# 9  Layers. Of each operation: its formula, its form in plain torch, and, where it has one, its Triton
-#    kernel, with what launches that for the arguments of the plain form. The Backend (section 19) chooses.
+# 9  Layers. This and the next sections have of each operation its formula, its form in plain torch, and,
+#    where it has one, its Triton kernel, with what launches that for the arguments of the plain form. The
+#    Backend (section 19) chooses; but norm, mix and rotate have no kernels, and choose by themselves.
 # ============================================================================================================
 
 
@@ -2250,9 +2253,9 @@ def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
 def use_eager_form(x: Tensor) -> bool:
     """True if x is fp32 or fp64, in code that is not compiled.
 
-    norm, mix and rotate have two forms, equal up to rounding: one for compiled or bf16 code, and one for code
-    that is neither, which passes over memory less often. Edit both. Compiled code takes Norm's backward in
-    lm_head_input(), and Mix's in mix().
+    norm, mix and rotate have a form for compiled or bf16 code, and an eager one with fewer passes over
+    memory, equal up to rounding. If you edit one, edit both. In two places compiled code takes an eager
+    form's Function for its cheaper backward: Norm in lm_head_input(), Mix in mix().
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2359,15 +2362,15 @@ def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     q, k = rotate(qk.unflatten(2, (-1, 2)), cos, sin).unbind(1)  # (T, H/2, 2, Dq) each
     q = q.reshape(2 * T, heads // 2, -1)
     k = k.reshape(2 * T, heads // 2, -1)
-    return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # compiled code would copy reshape's
+    return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # reshape() copies in compiled code
 
 
 # ---- Attention ---------------------------------------------------------------------------------------------
 
 # Two forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl), and dense_attention,
-# which makes scores block by block. Other scores are an edit of the latter: the first is a library's.
+# which makes scores tile by tile. To change scores edit dense_attention; the other is a library's.
 
-QUERY_BLOCK = 32  # queries of a block. With more, it has more keys that most of them do not see.
+QUERY_TILE = 32  # queries in a tile. Larger tiles spend more scores on keys that are not seen.
 
 
 def dense_attention(
@@ -2378,14 +2381,14 @@ def dense_attention(
     q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
     bounds a document's length. Returns (T, H, Dv), computed in at least fp32.
 
-    Queries go in blocks, each against the keys of its block and of the whole blocks that hold `window`
-    positions before it: about T * (window + QUERY_BLOCK) scores instead of T * T.
+    Queries go in tiles, each against the keys of its tile and of the whole tiles that hold `window`
+    positions before it: about T * (window + QUERY_TILE) scores instead of T * T.
     """
     T, H, _ = q.shape
     # In compiled code the cache would be ignored, with a warning; it computes equal biases once anyway.
-    make_bias = block_bias.__wrapped__ if torch.compiler.is_compiling() else block_bias
+    make_bias = tile_bias.__wrapped__ if torch.compiler.is_compiling() else tile_bias
     bias = make_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
-    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
+    return TiledAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
 
 
 def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -2401,67 +2404,67 @@ def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 
 @lru_cache(4)  # layers of one kind share it
-def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
-    """Returns what is added to BlockAttention's scores, (H * blocks, QUERY_BLOCK, keys): 0, or -inf where a
-    query does not see the key. A block's keys are its own positions and `window` or more before them, whole
-    blocks.
+def tile_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
+    """Returns what is added to TiledAttention's scores, (H * tiles, QUERY_TILE, keys): 0, or -inf where a
+    query does not see the key. A tile's keys are its own positions and `window` or more before them, whole
+    tiles.
 
-    Positions from T on are padding, and a document of their own. version: the cache knows cu_seqlens by its
-    identity; this changes with its contents.
+    Positions from T on are padding, and a document of their own. version: cu_seqlens._version, because the
+    cache does not compare a tensor's contents.
     """
-    block = QUERY_BLOCK
-    positions = torch.arange(padded(T, block), device=cu_seqlens.device)
-    before = padded(window, block)
-    first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
-    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
-    seen = (first <= keys) & (keys <= positions.view(-1, block, 1))
+    tile = QUERY_TILE
+    positions = torch.arange(padded(T, tile), device=cu_seqlens.device)
+    before = padded(window, tile)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, tile, 1)
+    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + tile, tile).unsqueeze(1)
+    seen = (first <= keys) & (keys <= positions.view(-1, tile, 1))
     return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
 
 
-class BlockAttention(torch.autograd.Function):
-    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
+class TiledAttention(torch.autograd.Function):
+    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with tile_bias().
 
-    Heads lie one after the other, each padded to whole blocks, so that one batch of products serves them all.
-    The first blocks of a head then also have keys of the head before it, which the bias hides.
+    Heads lie one after the other, each padded to whole tiles, so that one batch of products serves them all.
+    The first tiles of a head then also have keys of the head before it, which the bias hides.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, bias):
-        q = blocks_by_head(q, bias, QUERY_BLOCK)
-        k = blocks_by_head(k, bias, bias.size(2))
-        v_blocks = blocks_by_head(v, bias, bias.size(2))
+        q = tiles_by_head(q, bias, QUERY_TILE)
+        k = tiles_by_head(k, bias, bias.size(2))
+        v_tiles = tiles_by_head(v, bias, bias.size(2))
         probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
-        ctx.save_for_backward(q, k, v_blocks, probs)
-        return by_position(probs @ v_blocks, v)
+        ctx.save_for_backward(q, k, v_tiles, probs)
+        return by_position(probs @ v_tiles, v)
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, probs = ctx.saved_tensors  # in blocks
-        dy_rows = blocks_by_head(dy, probs, QUERY_BLOCK)
+        q, k, v, probs = ctx.saved_tensors  # in tiles
+        dy_rows = tiles_by_head(dy, probs, QUERY_TILE)
         dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
-        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(probs.mT @ dy_rows)
+        grads = dscores @ k, sum_tiles(dscores.mT @ q), sum_tiles(probs.mT @ dy_rows)
         return *(by_position(grad, dy) for grad in grads), None
 
 
-def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns blocks (H * blocks, size, D) of t (T, H, D), with the dtype and number of `like`.
+def tiles_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
+    """Returns tiles (H * tiles, size, D) of t (T, H, D), with the dtype and number of `like`.
 
-    A block is QUERY_BLOCK rows of a head, after the size - QUERY_BLOCK rows before them. Blocks overlap, so
+    A tile is QUERY_TILE rows of a head, after the size - QUERY_TILE rows before them. Tiles overlap, so
     the result is a view. Rows before the first head and after T are zeros.
     """
-    (T, H, D), before = t.shape, size - QUERY_BLOCK
-    rows = like.new_zeros(before + len(like) * QUERY_BLOCK, D)
+    (T, H, D), before = t.shape, size - QUERY_TILE
+    rows = like.new_zeros(before + len(like) * QUERY_TILE, D)
     rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
-    return rows.unfold(0, size, QUERY_BLOCK).mT
+    return rows.unfold(0, size, QUERY_TILE).mT
 
 
-def sum_blocks(x: Tensor) -> Tensor:
-    """Sums the gradients x (blocks, keys, D) of overlapping blocks into rows (blocks * QUERY_BLOCK, D)."""
+def sum_tiles(x: Tensor) -> Tensor:
+    """Sums the gradients x (tiles, keys, D) of overlapping tiles into rows (tiles * QUERY_TILE, D)."""
     n, keys, D = x.shape
-    rows = x.new_zeros(keys + (n - 1) * QUERY_BLOCK, D)
-    for i in range(0, keys, QUERY_BLOCK):
-        rows[i : i + n * QUERY_BLOCK].view(n, QUERY_BLOCK, D).add_(x[:, i : i + QUERY_BLOCK])
-    return rows[keys - QUERY_BLOCK :]
+    rows = x.new_zeros(keys + (n - 1) * QUERY_TILE, D)
+    for i in range(0, keys, QUERY_TILE):
+        rows[i : i + n * QUERY_TILE].view(n, QUERY_TILE, D).add_(x[:, i : i + QUERY_TILE])
+    return rows[keys - QUERY_TILE :]
 
 
 def by_position(rows: Tensor, like: Tensor) -> Tensor:
@@ -2501,8 +2504,8 @@ def flash_attention(
 
 
 @jit
-def load_fp32(pointers, mask):
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+def load_fp32(ptrs, mask):
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
@@ -2540,27 +2543,27 @@ E5M2_MAX = 57344.0  # more range: gradients
 
 # The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
 # number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
-# gradients have the scale FP8_GRAD times loss_share, a factor of the losses.
-FP8_X = 100 / E4M3_MAX
-FP8_W = 2 / E4M3_MAX
-FP8_GRAD = 0.75 / 8 / E4M3_MAX  # as record 92 has it, though the gradients are e5m2
+# gradients have the scale FP8_DLOGITS_SCALE times loss_share, a factor of the losses.
+FP8_HEAD_X_SCALE = 100 / E4M3_MAX
+FP8_HEAD_W_SCALE = 2 / E4M3_MAX
+FP8_DLOGITS_SCALE = 0.75 / 8 / E4M3_MAX  # as record 92 has it, though the gradients are e5m2
 
 # The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
 # width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
 # largest number. Activations change more from step to step than gradients, weights less.
-FP8_H = 2**-4
-FP8_DY = 2**-6
+FP8_MLP_H_SCALE = 2**-4
+FP8_MLP_DY_SCALE = 2**-6
 FP8_ACT_MARGIN = 1.80
 FP8_GRAD_MARGIN = 1.25
 FP8_WEIGHT_MARGIN = 1.12
 FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, outgrow FP8_WEIGHT_MARGIN in a step
-FP8_LEAST = 1e-12  # a smaller maximum of a weight counts as this; others then leave their scale as it is
+FP8_MIN_AMAX = 1e-12  # the least maximum of weights; below it square and da keep their old scales
 
 
 # Where FP8MLP.scales has the scale of each tensor: a row for the input, the weight and the result of
 # relu_square_fp8, a column for the forward and one for the backward.
 INPUT, WEIGHT, RESULT = 0, 1, 2
-FP8_SCALES = {
+FP8_SCALE_PLACES = {
     "h": (INPUT, 0),
     "dy": (INPUT, 1),
     "fc": (WEIGHT, 0),
@@ -2581,7 +2584,7 @@ class FP8MLP(NamedTuple):
 
     weights: Tensor  # fc and proj (2, F, d), e4m3
     weights_T: Tensor  # (2, d, F)
-    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALES
+    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALE_PLACES
     # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
     amax: Tensor
     i: int = 0  # which MLP this is
@@ -2596,7 +2599,7 @@ class FP8MLP(NamedTuple):
 
     def scale(self, name: str) -> Tensor:
         """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
-        return self.scales[FP8_SCALES[name]]
+        return self.scales[FP8_SCALE_PLACES[name]]
 
 
 @compiled
@@ -2688,11 +2691,11 @@ def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_a
 
     Writes FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
     `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2),
-    with room for growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to
-    the bank's dtype (compiled code may skip that rounding).
+    with room for growth. Where previous_amax is 0, the scale is exact, rounded to the bank's dtype (compiled
+    code may skip that rounding). This step's maxima then replace previous_amax.
     """
     weights = bank.unflatten(0, (-1, 2))
-    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
+    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_MIN_AMAX)
     exact = (amax / E4M3_MAX).to(bank.dtype).float()
     delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
     scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
@@ -2713,11 +2716,11 @@ class FP8MLPState:
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
         # FP8MLP.weights and .weights_T of every MLP
         self.weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
-        dy_scale = FP8_DY * world_size / num_microbatches(cfg, world_size)
+        dy_scale = FP8_MLP_DY_SCALE * world_size / num_microbatches(cfg, world_size)
         scales = torch.ones(3, 2, device=device)  # all but those of h and dy follow maxima later
-        scales[FP8_SCALES["h"]] = FP8_H
-        scales[FP8_SCALES["dy"]] = dy_scale
-        scales[FP8_SCALES["da"]] = dy_scale
+        scales[FP8_SCALE_PLACES["h"]] = FP8_MLP_H_SCALE
+        scales[FP8_SCALE_PLACES["dy"]] = dy_scale
+        scales[FP8_SCALE_PLACES["da"]] = dy_scale
         # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
         scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
         self.scales = scales[:, :, :, :1]  # FP8MLP.scales of every MLP
@@ -2746,7 +2749,7 @@ class FP8MLPState:
         """
         scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
         # 0, infinity and NaN leave the scale. In step 0 all of da is 0, because proj is.
-        is_known = (amax > FP8_LEAST) & (amax < math.inf)
+        is_known = (amax > FP8_MIN_AMAX) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.margins, scales))
 
 
@@ -2786,18 +2789,25 @@ class MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         backend, fp8 = ctx.backend, ctx.fp8
-        to_fc, to_proj = ctx.weights
+        fc_weight, proj_weight = ctx.weights
         if fp8 is None:
             h, square, fc_w, proj_w = ctx.saved_tensors
             da = backend.relu_square_grad(dy, proj_w, square)
-            return da @ fc_w, None, to_fc.deliver_grad(da, h), to_proj.deliver_grad(square, dy), None, None
+            return (
+                da @ fc_w,
+                None,
+                fc_weight.deliver_grad(da, h),
+                proj_weight.deliver_grad(square, dy),
+                None,
+                None,
+            )
         h8_T, square8, square8_T = ctx.saved_tensors
         dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
         da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
         fc8_T = fp8.weights_T[0]
         dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
-        dfc = to_fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
-        dproj = to_proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        dfc = fc_weight.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = proj_weight.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
         return dh, None, dfc, dproj, None, None
 
 
@@ -2877,7 +2887,7 @@ def relu_square_kernel(
 
     GROUP rows of tiles share operands in the L2 cache.
     FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
-    scales: FP8MLP's, of which a row's two, the forward's first, lie SCALE_STEP apart, and rows twice that.
+    scales: FP8MLP.scales. The columns, forward and backward, lie SCALE_STEP apart, rows twice that.
     """
     i, j = tl.program_id(1), tl.program_id(0)
     i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -2887,8 +2897,8 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        # The scales of a, b and the result are the rows of `scales`, in the column of the forward or of the
-        # backward; that of `square` is the result's of the forward.
+        # Rows of `scales`: a, b, result. Columns: forward, backward. The scale of `square` is that of the
+        # forward's result.
         scale = scales if square is None else scales + SCALE_STEP
         product *= tl.load(scale) * tl.load(scale + WEIGHT_AT * SCALE_STEP)
     if square is None:
@@ -2968,10 +2978,10 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 # 12  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
 #
 # softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
-# in validation, GPT.next_token_probs the probabilities for samples. Another mixture is an edit of mixture(),
-# and of its gradients in softcap_loss and its kernel. A term of training alone, such as a z-loss, is one of
-# softcap_loss, with and without the pointer, and of its kernel. Its factor must be a multiple of
-# loss_weights[0], which contains loss_share.
+# in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of mixture(),
+# and of its gradients in softcap_loss and its kernel. To add a term of training alone, such as a z-loss, edit
+# softcap_loss, with and without the pointer, and its kernel. Multiply it by loss_weights[0], which contains
+# loss_share.
 # ============================================================================================================
 
 
@@ -3002,7 +3012,7 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 def mixture(p_vocab, gate, not_gate, p_copy, p_sink):
     """Mixes the head's probabilities p_vocab with the pointer's. Returns p, and the head's part of it.
 
-    Also a part of the kernel. not_gate is 1 - gate, computed as such: near 0 a difference has no digits.
+    Also a part of the kernel. not_gate is 1 - gate, but not subtracted: near 0 that has no digits.
     """
     p_head = p_vocab * (not_gate + gate * p_sink)
     return p_head + gate * p_copy, p_head
@@ -3048,13 +3058,14 @@ def softcap_loss(
 
         p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
         dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
-        dp/dz_j = p_head [j = target] - (p_head + gate_slope) softmax without gate_j
+        dp/dz_j = p_head [j = target] - (p_head + gate_slope) (softmax without the gate)_j
 
     The losses of the other targets are as without the pointer.
 
-    logits (n, V); targets (n, K) int64, contiguous, -1: none; loss_weights (K,) of the losses' dtype. Losses
-    (n,) are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `fp8_scale` it is e5m2 with
-    that scale, saturating, and comes twice: (n, V), and transposed.
+    logits (n, V), or (n, P) with sampled columns, which targets then count; targets (n, K) int64, contiguous,
+    -1: none; loss_weights (K,) of the losses' dtype. Losses (n,) are fp32 (fp64 for fp64 logits). The
+    gradient has the logits' dtype; with `fp8_scale` it is e5m2 with that scale, saturating, and comes twice:
+    (n, V), and transposed.
     """
     # In place where possible: on a CPU memory traffic is the limit. No sum of exp(z) overflows: see Softcap.
     s = softcap_sigmoid(logits, cap)
@@ -3072,7 +3083,7 @@ def softcap_loss(
     else:
         copy_gate_column = pointer_probs.copy_gate_column
         exp_gate = exp_z[:, copy_gate_column]
-        exp_z.index_fill_(1, copy_gate_column, 0)  # below the gate's column gets its gradient, from dz_gate
+        exp_z.index_fill_(1, copy_gate_column, 0)  # the gate's gradient is written below, from dz_gate
         sum_vocab = exp_z.sum(dim=-1, keepdim=True)
         sum_exp = sum_vocab + exp_gate
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
@@ -3133,7 +3144,7 @@ def softcap_loss_kernel(
     copy_gate_column,
     pointer_stride,
     K: tl.constexpr,
-    fp8_max,
+    grad_max,
     grad_mul,
     SCALE: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -3143,7 +3154,7 @@ def softcap_loss_kernel(
 ):
     """Computes the losses and the gradient of ROWS rows, with most of softcap_loss's names.
 
-    grad_mul: dz/dlogits is s (1 - s) times this, which has 1 / fp8_scale in it, too.
+    grad_mul: s (1 - s) times this is dz/dlogits, divided by fp8_scale if there is one.
     z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
     write the same numbers.
     """
@@ -3189,12 +3200,12 @@ def softcap_loss_kernel(
             p += FLOOR
             gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
             loss -= weight * tl.log(p)
-            w = weight / p
-            tl.store(pointer_grad + rows, -w * gate)
-            tl.store(pointer_grad + pointer_stride + rows, -w * gate * p_vocab)
-            softmax_weight = w * (p_head + gate_slope) / not_gate
-            first_dz_weight = w * p_head
-            dz_gate = -w * gate_slope
+            weight_over_p = weight / p
+            tl.store(pointer_grad + rows, -weight_over_p * gate)
+            tl.store(pointer_grad + pointer_stride + rows, -weight_over_p * gate * p_vocab)
+            softmax_weight = weight_over_p * (p_head + gate_slope) / not_gate
+            first_dz_weight = weight_over_p * p_head
+            dz_gate = -weight_over_p * gate_slope
     tl.store(losses + rows, loss)
 
     softmax_weight += cross_entropy_weight
@@ -3209,15 +3220,15 @@ def softcap_loss_kernel(
         if pointer_probs is not None:
             dz = tl.where(cols == gate_col, dz_gate + cross_entropy_weight * softmax, dz)
         g = dz * (s * (1 - s) * grad_mul)
-        g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
+        g = tl.clamp(g, -grad_max, grad_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
         tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
         if grad_T is not None:
             g_T = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # once more: see store_fp8
             tl.store(grad_T + cols.to(tl.int64) * n + tile_rows, g_T, mask=(cols < V) & (tile_rows < n))
 
 
-# One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
-# bytes.
+# One row's logits stay in the L2 cache for the second pass. The transpose needs 32 rows, for whole sectors of
+# 32 bytes.
 LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
 
 
@@ -3289,6 +3300,23 @@ def next_token_losses(
     return -(p + PROB_FLOOR).log()
 
 
+def all_mixed_probs(
+    z: Tensor, inputs: PointerInputs, micro_batch: MicroBatch, window: int, copy_gate_column: Tensor
+) -> Tensor:
+    """Returns the mixture's probability of each token after the last position, (V,): of all targets what
+    next_token_losses has of one. z (1, V): that position's softcapped logits. inputs: of all positions.
+    """
+    gate, not_gate, z = split_copy_gate(z, copy_gate_column)
+    p_vocab = z.softmax(1)[0]
+    last = len(inputs.q) - 1
+    _, sources, scores, _ = next(pointer_tiles(inputs, micro_batch, window, last))
+    p_pointer = torch.cat([inputs.sink_scores[last:], scores[0]]).softmax(0)
+    p_sink, p_source = p_pointer[:1], p_pointer[1:]
+    p_copy = torch.zeros_like(p_vocab).index_add_(0, micro_batch.inputs[sources], p_source)
+    p, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+    return p
+
+
 def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns copy_gate_column's softmax (n,) of softcapped logits z (n, V), 1 minus that, and z with -inf in
     that column.
@@ -3302,14 +3330,14 @@ def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor
 
 # PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
 # attends to sources j, the positions strictly before it in its document and window, and to a sink. Another
-# score is an edit of pointer_blocks and pointer_grad; and of pointer_scores and pointer_grad_kernel, or run
+# score is an edit of pointer_tiles and pointer_grad; and of pointer_scores and pointer_grad_kernel, or run
 # without that kernel.
 #
 #     score_ij = q_i k_j / sqrt(pointer_dim),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
 #     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
 #
 # softcap_loss mixes p_copy and the head's probabilities. As these do not depend on each other, the pointer
-# comes before the head, and the gradients that the head gives p_copy and p_sink begin its own backward:
+# comes before the head, and the head's gradients of p_copy and p_sink begin the pointer's backward:
 #
 #     mean_i = p_copy_i dp_copy_i + p_sink_i dp_sink_i,   dsink_score_i = p_sink_i (dp_sink_i - mean_i)
 #     dscore_ij = exp(score_ij - lse_i) ([token_j = target_i] dp_copy_i - mean_i)
@@ -3321,17 +3349,18 @@ class PointerInputs(NamedTuple):
     sink_scores: Tensor  # (T,), at least fp32
 
 
-def pointer_blocks(
-    inputs: PointerInputs, micro_batch: MicroBatch, window: int
+def pointer_tiles(
+    inputs: PointerInputs, micro_batch: MicroBatch, window: int, first_query: int = 0
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yields for blocks of queries: their slice; that of the sources which they may see; their scores, (n, m)
-    in at least fp32, -inf where they do not see the source; and which sources hold the next token.
+    """Yields for tiles of queries, from first_query on: their slice; that of the sources which they may see;
+    their scores, (n, m) in at least fp32, -inf where they do not see the source; and which sources hold the
+    next token.
     """
     q, k, _ = inputs
     T, D = q.shape
     first = first_seen(micro_batch.cu_seqlens, T, window)
     positions = torch.arange(T, device=q.device)
-    for i in range(0, T, 256):  # memory holds the scores of so many queries at a time
+    for i in range(first_query, T, 256):  # memory holds the scores of so many queries at a time
         queries = slice(i, i + 256)
         sources = slice(max(0, i - window), i + 256)
         seen = (first[queries, None] <= positions[sources]) & (positions[sources] < positions[queries, None])
@@ -3346,7 +3375,7 @@ def pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tupl
     sink_scores = inputs.sink_scores
     probs = sink_scores.new_empty(2, len(sink_scores))
     lse = torch.empty_like(sink_scores)
-    for queries, _, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
+    for queries, _, scores, holds_target in pointer_tiles(inputs, micro_batch, window):
         lse[queries] = torch.logaddexp(scores.logsumexp(1), sink_scores[queries])
         probs[0, queries] = (scores.sub_(lse[queries, None]).exp_() * holds_target).sum(1)
     probs[1] = (sink_scores - lse).exp()
@@ -3370,7 +3399,7 @@ def pointer_grad(
     mean = (probs * probs_grad).sum(0)
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=sink_scores.dtype)
-    for queries, sources, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
+    for queries, sources, scores, holds_target in pointer_tiles(inputs, micro_batch, window):
         dscores = holds_target * probs_grad[0, queries, None] - mean[queries, None]
         dscores *= scores.sub_(lse[queries, None]).exp_().mul_(scale)
         dq[queries] = dscores @ upcast(k[sources])
@@ -3383,18 +3412,18 @@ class Pointer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, sink_scores, micro_batch, window, backend):
-        inputs = PointerInputs(q, k, sink_scores)
-        probs, lse = backend.pointer(inputs, micro_batch, window)
-        ctx.save_for_backward(*inputs, probs, lse)
+        probs, lse = backend.pointer(PointerInputs(q, k, sink_scores), micro_batch, window)
+        ctx.save_for_backward(q, k, sink_scores, probs, lse)
         ctx.rest = micro_batch, window, backend
         return probs
 
     @staticmethod
     def backward(ctx, dprobs):
-        *inputs, probs, lse = ctx.saved_tensors
+        q, k, sink_scores, probs, lse = ctx.saved_tensors
         micro_batch, window, backend = ctx.rest
-        grads = backend.pointer_grad(PointerInputs(*inputs), micro_batch, window, probs, lse, dprobs)
-        return *grads, None, None, None
+        inputs = PointerInputs(q, k, sink_scores)
+        grads = backend.pointer_grad(inputs, micro_batch, window, probs, lse, dprobs)
+        return grads.q, grads.k, grads.sink_scores, None, None, None
 
 
 # In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows after
@@ -3403,7 +3432,7 @@ class Pointer(torch.autograd.Function):
 
 @jit
 def pointer_scores(a, b, seen, D: tl.constexpr):
-    """Returns the scores of a tile of queries, or keys, a and what it meets, b; -inf where unseen."""
+    """Returns the scores of tiles a and b, one of queries and one of keys; -inf where unseen."""
     scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
     return tl.where(seen, scores, float("-inf"))
 
@@ -3480,9 +3509,9 @@ def pointer_grad_kernel(
         b_tile = tl.load(b + cols.to(tl.int64)[:, None] * D + d)
         holds_target = a_id[:, None] == tl.load(b_ids + cols)
         scores = pointer_scores(a_tile, b_tile, seen, D)
-        query = cols[None, :] if KEYS else rows[:, None]
-        dscores = tl.where(holds_target, tl.load(copy_grad + query), 0.0) - tl.load(mean + query)
-        dscores *= tl.exp(scores - tl.load(lse + query))
+        query_ids = cols[None, :] if KEYS else rows[:, None]
+        dscores = tl.where(holds_target, tl.load(copy_grad + query_ids), 0.0) - tl.load(mean + query_ids)
+        dscores *= tl.exp(scores - tl.load(lse + query_ids))
         total = tl.dot(dscores.to(b_tile.dtype), b_tile, total, input_precision="ieee")
     tl.store(grad + a_offs, total * D**-0.5)
 
@@ -3527,15 +3556,15 @@ def triton_pointer_grad(
     T, D = q.shape
     mean = (probs * probs_grad).sum(0)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    of_queries = lse, mean, probs_grad[0]
+    per_query = lse, mean, probs_grad[0]
     kernel = pointer_grad_kernel[(triton.cdiv(T, POINTER_TILES["BLOCK"]),)]
-    kernel(q, k, first, targets, tokens, *of_queries, dq, T, False, D, **POINTER_TILES)
-    kernel(k, q, end, tokens, targets, *of_queries, dk, T, True, D, **POINTER_TILES)
+    kernel(q, k, first, targets, tokens, *per_query, dq, T, False, D, **POINTER_TILES)
+    kernel(k, q, end, tokens, targets, *per_query, dk, T, True, D, **POINTER_TILES)
     return PointerInputs(dq, dk, probs[1] * (probs_grad[1] - mean))
 
 
 # ============================================================================================================
-# 13  Optimizer. Has the objects of section 14 and the table of n-grams, and runs their scatter, work and
+# 13  Optimizer. Has the objects of section 14 and the table of n-grams, and runs their scatter, update and
 #    gather in explicit orders. In a step:
 #
 #                   ShardedParam's subclasses                   NgramTable
@@ -3544,14 +3573,14 @@ def triton_pointer_grad(
 #                   deliver_grad, autograd of small ones; then
 #                   end_backward; then add_rows of embeddings
 #    scatter        scatter: the mean over ranks begins         scatter
-#    work           update, by the mean; clear: a new sum       update; clear
+#    update         update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
 # ============================================================================================================
 
 
 class Optimizer:
     """Decides when each parameter is updated, and spreads the work over ranks: scatters gradients, updates
-    own blocks (work), gathers parameters. UPDATE_RULES, and for n-grams row_adam(), say how to update.
+    own blocks, gathers parameters. UPDATE_RULES, and for n-grams row_adam(), say how to update.
 
     Gradients are exchanged in the order of `trainables`: n-grams', then in the order of cfg.params, small
     parameters' last. Updates are done by update_order.
@@ -3561,22 +3590,26 @@ class Optimizer:
     copied after lm_head's are gathered.
     """
 
-    def __init__(self, cfg: Config, tensors: dict[str, Tensor], exchange: Exchange):
+    def __init__(
+        self, cfg: Config, tensors: dict[str, Tensor], exchange: Exchange, backend: Backend | None = None
+    ):
         self.cfg = cfg
         self.exchange = exchange
+        self.backend = backend or TORCH_BACKEND
         self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
         groups = defaultdict(list)
         for spec in used_specs(cfg):
             if spec.kind == "small":
-                alike = spec.optimizer, spec.dtype, spec.betas, spec.update_every, spec.reduction
-                groups[alike].append(spec)
+                group_key = spec.optimizer, spec.dtype, spec.betas, spec.update_every, spec.reduction
+                groups[group_key].append(spec)
             else:
-                self.params[spec.name] = PARAM_CLASSES[spec.kind](spec, tensors[spec.name], cfg, exchange)
+                kind = PARAM_CLASSES[spec.kind]
+                self.params[spec.name] = kind(spec, tensors[spec.name], cfg, exchange, self.backend)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             parts = [tensors[spec.name] for spec in group]
             self.params[f"small_{i}"] = SmallParams(f"small_{i}", group, parts, cfg, exchange)
-        self.ngrams = make_ngram_table(cfg, exchange)
+        self.ngrams = make_ngram_table(cfg, exchange, self.backend)
         self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
             self.trainables = {"ngrams": self.ngrams} | self.trainables
@@ -3586,8 +3619,8 @@ class Optimizer:
 
     @torch.no_grad()
     def begin_batch(self, batch: Batch | None) -> None:
-        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. The step before
-        does this already if it has updated the n-grams. None: there is no batch any more.
+        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. A step that
+        updates the n-grams does this for the next batch. None: no batch is left.
         """
         if batch is None or batch is self.batch:
             return
@@ -3604,7 +3637,7 @@ class Optimizer:
         """
         for name, grads in row_grads.items():
             table = self.trainables[name]
-            self.exchange.segment_sum_rows(table.main_grad, grads, segments[table.rows_by], signs)
+            self.backend.segment_sum_rows(table.main_grad, grads, segments[table.rows_by], signs)
 
     def banks(self) -> dict[str, BankWeight]:
         """Returns the banks, by name, as matrix products take them."""
@@ -3645,7 +3678,7 @@ class Optimizer:
 
         self.tick()  # the averages of the step before, while the gradients are on their way
 
-        # Work, and gather.
+        # Update, and gather.
         with traced("update"):
             for trainable in sorted(due, key=lambda trainable: trainable.update_order):
                 grad = pending_grads.pop(trainable.name).wait()
@@ -3657,7 +3690,7 @@ class Optimizer:
                 else:
                     trainable.gather()
                 if plan.tied and trainable is head:
-                    head.copy_to(embed)
+                    head.copy_after_gather(embed)
 
         if plan.untie:
             head.untie(embed)
@@ -3683,7 +3716,7 @@ class Optimizer:
     @traced("averages")
     @torch.no_grad()
     def apply_averages(self) -> None:
-        """Moves parameters to their averages, after the last step, and restores their norms."""
+        """Moves parameters towards their averages, by `blend`, after the last step."""
         self.wait()
         self.tick()
         for param in self.params.values():
@@ -3727,6 +3760,7 @@ class Trainable:
     name: str
     update_order: int
     exchange: Exchange
+    backend: Backend
     main_grad: Tensor | None  # None: autograd's, of a bank with Config.main_grad=false
     in_flight: Pending | None = None  # a gather, or a fetch, until somebody waits for it
 
@@ -3758,11 +3792,19 @@ class ShardedParam(Trainable):
 
     spec: ParamSpec
 
-    def __init__(self, spec: ParamSpec, p: Tensor, cfg: Config, exchange: Exchange):
+    def __init__(
+        self,
+        spec: ParamSpec,
+        p: Tensor,
+        cfg: Config,
+        exchange: Exchange,
+        backend: Backend | None = None,
+    ):
         self.spec = spec
         self.p = p
         self.cfg = cfg
         self.exchange = exchange
+        self.backend = backend or TORCH_BACKEND
         self.name = spec.name
         self.update_order = spec.update_order
         self.block = exchange.block(p.detach())  # the part of p that this rank updates, a view
@@ -3813,7 +3855,8 @@ class ShardedParam(Trainable):
                 average.value.mul_(1 - rate).add_(self.block, alpha=rate)
 
     def apply_averages(self) -> None:
-        """Moves the parameter to its averages, and restores its norm if they keep it. Waits.
+        """Moves the parameter towards its averages, and restores its norm if any of them has keep_norm.
+        Waits.
 
         Every write rounds to the parameter's dtype.
         """
@@ -3839,8 +3882,8 @@ class ShardedParam(Trainable):
 
 class SmallParams(ShardedParam):
     """Small parameters with equal optimizer, betas, dtype, interval and reduction, as parts of one vector,
-    which is exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad
-    of each is a part. state["muls"] has each entry's factors of the rate and of decay, by UpdateRule.muls.
+    which is exchanged and updated in their place. Autograd adds to each p.grad, which is a view of main_grad.
+    state["muls"] has each entry's factors of the rate and of decay, by UpdateRule.muls.
     """
 
     def __init__(
@@ -3863,9 +3906,9 @@ class SmallParams(ShardedParam):
             p.data = value[: p.numel()].view_as(p)
             p.grad = grad[: p.numel()].view_as(p)
         muls = [self.rule.muls(spec) for spec in specs] + [(0.0, 0.0)]  # padding has none
-        rates = torch.tensor(muls, dtype=acc_dtype(cfg))
-        rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
-        self.state["muls"] = exchange.block(rates).T.contiguous().to(vector.device)
+        entry_muls = torch.tensor(muls, dtype=acc_dtype(cfg))
+        entry_muls = entry_muls.repeat_interleave(torch.tensor(sizes + [padding]), 0)
+        self.state["muls"] = exchange.block(entry_muls).T.contiguous().to(vector.device)
 
 
 class DenseParam(ShardedParam):
@@ -3876,8 +3919,15 @@ class DenseParam(ShardedParam):
     A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
     """
 
-    def __init__(self, spec: ParamSpec, p: Tensor, cfg: Config, exchange: Exchange):
-        super().__init__(spec, p, cfg, exchange)
+    def __init__(
+        self,
+        spec: ParamSpec,
+        p: Tensor,
+        cfg: Config,
+        exchange: Exchange,
+        backend: Backend | None = None,
+    ):
+        super().__init__(spec, p, cfg, exchange, backend)
         by_autograd = spec.kind == "bank" and not cfg.main_grad
         self.main_grad = None if by_autograd else torch.zeros_like(p)
         p.requires_grad_(by_autograd)
@@ -3910,8 +3960,15 @@ class EmbeddingParam(ShardedParam):
 
     routes: RowRoutes | None = None  # of the touched rows, in a step that updates the table; on the device
 
-    def __init__(self, spec: ParamSpec, p: Tensor, cfg: Config, exchange: Exchange):
-        super().__init__(spec, p, cfg, exchange)
+    def __init__(
+        self,
+        spec: ParamSpec,
+        p: Tensor,
+        cfg: Config,
+        exchange: Exchange,
+        backend: Backend | None = None,
+    ):
+        super().__init__(spec, p, cfg, exchange, backend)
         p.requires_grad_(False)
         self.main_grad = torch.zeros_like(p)
         self.rows_by = spec.rows_by
@@ -3927,7 +3984,7 @@ class EmbeddingParam(ShardedParam):
             return super().scatter()
         rows = self.take_rows()  # first: reduce_rows() writes their means to a part of the same main_grad
         out = self.exchange.block(self.main_grad)
-        return reduce_rows(self.exchange, self.name, rows, self.routes, out)
+        return reduce_rows(self.exchange, self.backend, self.name, rows, self.routes, out)
 
     def clear(self) -> None:
         if self.spec.exchange == "reduce_scatter":
@@ -3947,8 +4004,8 @@ class LMHead(DenseParam):
     ) -> None:
         """Writes a^T b to main_grad, or adds it, as write_grad does.
 
-        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad; the
-        first one sets all others to 0.
+        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad. The
+        first product after an update zeroes main_grad before.
         """
         if columns is None:
             write_grad(self.main_grad, a, b, scales, self.accumulate)
@@ -3964,7 +4021,7 @@ class LMHead(DenseParam):
         """Adds the gradient of embed, of which only the touched rows are not 0."""
         add_columns(self.main_grad, embed.routes.rows, embed.take_rows().T)
 
-    def copy_to(self, embed: EmbeddingParam) -> None:
+    def copy_after_gather(self, embed: EmbeddingParam) -> None:
         """Lets embed.wait() wait for this parameter's gather, and then write its transpose to embed."""
         embed.in_flight = self.in_flight._replace(finish=partial(write_transpose, embed.p))
 
@@ -3984,19 +4041,20 @@ PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam
 
 
 # ============================================================================================================
-# 15  Update rules. In place, on one block, in at least fp32. ANVIL's orthogonalization alone, and the product
-#     with NorMuon's scales, are in Config.bank_dtype. Another rule is init, update, and an entry of
-#     UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or a table it
-#     is some of the rows.
+# 15  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
+#     with NorMuon's scales are in Config.bank_dtype. Another rule is init, update, and an entry of
+#     UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or an
+# embedding
+#     it is some of the rows.
 # ============================================================================================================
 
 
 class UpdateRule(NamedTuple):
     """How an optimizer updates one block of a parameter.
 
-    The gradient is the mean over micro-batches and ranks of the loss's, which is a sum over tokens; it is
-    summed over the steps since the last update. ANVIL keeps the lower halves of a bf16 block's fp32 numbers
-    in its state (split_mantissa); Adam rounds to the block's dtype.
+    The gradient is that of the loss, summed over tokens and over the steps since the last update, and
+    averaged over micro-batches and ranks. ANVIL keeps the lower halves of a bf16 block's fp32 numbers in its
+    state (split_mantissa); Adam rounds to the block's dtype.
 
     The states of lm_head and embed have the same keys, and all but 0-d tensors have the block's shape, as
     untie() transposes them.
@@ -4286,8 +4344,7 @@ def apply_anvil(
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """p -= r x + decay r p [slow_momentum p >= 0], r = lr matrix_lr_mul; for bf16 p with its `mantissa` as in
-    fp32.
+    """p -= r x + decay r p [slow_momentum p >= 0], r = lr matrix_lr_mul; `mantissa` makes a bf16 p fp32.
 
     Decay acts only where the gradients of the long run shrink p too, or are 0. matrix_lr_mul (n, 1, 1).
     """
@@ -4324,7 +4381,7 @@ UPDATE_RULES = {
 #   each backward     Optimizer.add_rows     adds the positions' gradients to their rows of main_grad
 #   scatter           reduce_rows            sends the touched rows of main_grad, as they are; the owner sums
 #                                            them in fp32, in rank order, in its block of main_grad
-#   work              ShardedParam.update    Adam; then clear() makes the means' rows of main_grad 0
+#   update            ShardedParam.update    Adam; then clear() makes the means' rows of main_grad 0
 #
 #       4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
@@ -4374,7 +4431,7 @@ def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
     if sign_ids is not None:
-        sign_ids = sign_ids.flatten().index_select(0, perm)  # a quarter of an indexing's time
+        sign_ids = sign_ids.flatten().index_select(0, perm)  # four times as fast as indexing
     if ids.ndim > 1:  # a division takes as long as half a sort
         perm %= ids.shape[-1]
     return Segments(distinct, perm.int(), offsets.int(), sign_ids)
@@ -4517,7 +4574,9 @@ def route_rows(
     return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
 
 
-def reduce_rows(exchange: Exchange, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor) -> Pending:
+def reduce_rows(
+    exchange: Exchange, backend: Backend, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor
+) -> Pending:
     """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
     Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
     are 0 before.
@@ -4526,7 +4585,7 @@ def reduce_rows(exchange: Exchange, name: str, row_grads: Tensor, routes: RowRou
     """
 
     def mean(arrived: Tensor) -> Tensor:
-        exchange.segment_sum_rows(out, arrived, routes.segments)
+        backend.segment_sum_rows(out, arrived, routes.segments)
         return out.div_(exchange.world_size)
 
     arriving = exchange.all_to_all(
@@ -4579,7 +4638,6 @@ class Exchange:
     world_size: int
     group: dist.ProcessGroup | None = None
     device: torch.device = torch.device("cpu")  # where the group's tensors must be
-    segment_sum_rows: Callable = segment_sum_rows  # the Backend's; Optimizer.add_rows takes it from here
 
     def __post_init__(self):
         self.options = {"group": self.group, "async_op": True}
@@ -4591,17 +4649,17 @@ class Exchange:
     def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
         """Averages `grad` over ranks; each gets its own block.
 
-        NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
-        gradients as they are, as many bytes; they are summed in rank order, and sum and result are in at
-        least fp32. Without it, and with one rank, the result has grad's dtype.
+        NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` as many bytes go by
+        all-to-all, and are summed in rank order in at least fp32, which the result has, too. Otherwise, and
+        with one rank, the result has grad's dtype.
         """
         if self.world_size == 1:
             return Pending(grad)
         out = torch.empty_like(self.block(grad))
         if in_rank_order:
             parts = out.new_empty((self.world_size, *out.shape))
-            work = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
-            return Pending(parts, work, rank_order_mean)
+            handle = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
+            return Pending(parts, handle, rank_order_mean)
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
     def all_to_all(
@@ -4656,9 +4714,9 @@ class Exchange:
 # 4. scatter, after the last of the steps: gradients go to the owners, which take their means in rank order.
 # 5. update: owners change their rows by row_adam. Then 2 follows, for the next steps.
 #
-# Sharded rows, and ids that are known ahead, so that no row is stale, are from recommenders (TorchRec,
-# arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in language models from
-# modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+# Recommenders shard rows, and know ids ahead, so that no row is stale (TorchRec, arXiv:2207.07684; BagPipe,
+# arXiv:2202.12429). Language models have had n-gram tables of this size in modded-nanogpt PRs 360 and 366 and
+# nanochat PR 854.
 # ============================================================================================================
 
 # ---- From tokens to rows -----------------------------------------------------------------------------------
@@ -4680,29 +4738,29 @@ def hash_ngrams(
     T = len(tokens)
     ids = tokens.astype(np.uint32)
     polynomial = np.zeros(T, np.uint32)  # of the last n tokens
-    h = np.empty((ngrams.rows_per_token, T), np.uint32)
+    hashes = np.empty((ngrams.rows_per_token, T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
         polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
         polynomial *= HASH_MULTIPLIER
         if n in ngrams.orders:
-            h[ngrams.orders.index(n)] = polynomial
+            hashes[ngrams.orders.index(n)] = polynomial
     for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
-        h[i] = CONTEXTS[context](ids, bos_id)
+        hashes[i] = CONTEXTS[context](ids, bos_id)
     sign_ids = None
     if sign_rows:
-        upper = h * 0x27D4EB2F >> 16  # another odd factor
-        sign_ids = int32(upper * sign_rows >> 16)
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    h ^= h >> 16
-    modulus = ngrams.rows_per_order - 1  # all rows of a range but the last
-    h -= h // modulus * modulus  # NumPy's % is not vectorized
+        sign_hash = hashes * 0x27D4EB2F >> 16  # another odd factor
+        sign_ids = int32(sign_hash * sign_rows >> 16)
+    hashes ^= hashes >> 16
+    hashes *= 0x85EBCA6B
+    hashes ^= hashes >> 13
+    hashes *= 0xC2B2AE35
+    hashes ^= hashes >> 16
+    last_row = ngrams.rows_per_order - 1  # all rows of a range but the last
+    hashes -= hashes // last_row * last_row  # NumPy's % is not vectorized
     for i, n in enumerate(ngrams.orders):
-        h[i, : n - 1] = modulus
-    h += np.arange(len(h), dtype=np.uint32)[:, None] * ngrams.rows_per_order
-    return int32(h), sign_ids
+        hashes[i, : n - 1] = last_row
+    hashes += np.arange(len(hashes), dtype=np.uint32)[:, None] * ngrams.rows_per_order
+    return int32(hashes), sign_ids
 
 
 # ---- Contexts ----------------------------------------------------------------------------------------------
@@ -4732,7 +4790,7 @@ class SpanHash:
         self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
 
     def __call__(self, first: np.ndarray) -> np.ndarray:
-        """Returns the hashes (T,) uint32 of the spans from first[t] to t; they are empty if it is t + 1."""
+        """Returns the hashes (T,) uint32 of the spans from first[t] to t; t + 1 gives an empty span."""
         return (self.sums[1:] - self.sums[first]) * self.inverses[first]
 
 
@@ -4788,8 +4846,8 @@ def route_interval(exchange: Exchange, batches: list[Batch]) -> list[Batch]:
     """
     distinct_rows = []  # of each micro-batch
     for batch in batches:
-        for unpacked in batch.micro_batches:
-            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
+        for micro_batch in batch.micro_batches:
+            distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
     merged = make_segments(torch.cat(distinct_rows))
     routes, slots = route_ngrams(exchange, merged.ids.numpy())
     # The slots of all of distinct_rows, in their order.
@@ -4798,8 +4856,8 @@ def route_interval(exchange: Exchange, batches: list[Batch]) -> list[Batch]:
     routed = []
     for batch in batches:
         with_slots = []
-        for unpacked in batch.micro_batches:
-            with_slots.append(assign_slots(unpacked, next(remaining)))
+        for micro_batch in batch.micro_batches:
+            with_slots.append(assign_slots(micro_batch, next(remaining)))
         routed.append(batch._replace(micro_batches=with_slots))
     routed[0].routes["ngrams"] = routes
     return routed
@@ -4844,7 +4902,7 @@ class NgramTable(Trainable):
     """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
     There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
-    Rates by order need an edit of update() and row_adam() alone: each order has a range of rows.
+    For rates by order edit only update() and row_adam(): a row's number tells its order.
 
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
     says which rank has which row. Rows start at 0.
@@ -4855,9 +4913,10 @@ class NgramTable(Trainable):
     rows_by = "hashed_rows"
     update_order = -1  # before all parameters: the next rows are fetched while those are updated
 
-    def __init__(self, cfg: Config, exchange: Exchange):
+    def __init__(self, cfg: Config, exchange: Exchange, backend: Backend | None = None):
         spec = self.spec = cfg.ngrams
         self.exchange, self.device = exchange, exchange.device
+        self.backend = backend or TORCH_BACKEND
         slots, block = ngram_sizes(cfg, exchange.world_size)
         # By slot: the rows that steps read until the next update, and their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
@@ -4888,11 +4947,11 @@ class NgramTable(Trainable):
         segments = self.routes.segments
         distinct = len(segments.ids)
         # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
-        numbers = torch.arange(distinct, dtype=torch.int32, device=self.device)
-        routes = self.routes._replace(segments=segments._replace(ids=numbers))
+        mean_rows = torch.arange(distinct, dtype=torch.int32, device=self.device)
+        routes = self.routes._replace(segments=segments._replace(ids=mean_rows))
         rows = self.main_grad[: len(routes.rows)]
         out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
-        return reduce_rows(self.exchange, self.name, rows, routes, out)
+        return reduce_rows(self.exchange, self.backend, self.name, rows, routes, out)
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
@@ -4919,14 +4978,14 @@ class NgramTable(Trainable):
         return self.saved
 
 
-def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
+def make_ngram_table(cfg: Config, exchange: Exchange, backend: Backend | None = None) -> NgramTable | None:
     """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
     if not cfg.ngrams.orders:
         return None
     fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
     # What a GPU's allocator raises is a RuntimeError, too.
     with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
-        return NgramTable(cfg, exchange)
+        return NgramTable(cfg, exchange, backend)
 
 
 # ---- Its update rule ---------------------------------------------------------------------------------------
@@ -4957,11 +5016,11 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
     count of updates would be wrong, because the first late update may come sooner after the last early one
     than the late interval says.
 
-    The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
-    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment. Bias correction counts the
-    updates of the whole table, not of the row. So a row that is touched late for the first time takes a step
-    that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always touched. That is meant
-    (PR 360). Decay is cautious, as in adam().
+    A row has one second moment, of its mean square, as in the Adagrad (Duchi et al. 2011,
+    jmlr.org/papers/v12/duchi11a.html) of DLRM (arXiv:1906.00091) and FBGEMM. There is no first moment. Bias
+    correction counts the updates of the whole table, not of the row. So a row that is touched late for the
+    first time takes a step that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always
+    touched. That is meant (PR 360). Decay is cautious, as in adam().
     """
     dtype = state["second_moment"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
@@ -5032,7 +5091,7 @@ class Backend(NamedTuple):
     softcap_loss: Callable = softcap_loss
     pointer: Callable = pointer
     pointer_grad: Callable = pointer_grad
-    segment_sum_rows: Callable = segment_sum_rows  # Exchange has it, too
+    segment_sum_rows: Callable = segment_sum_rows
     fp8: bool = False
     mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
 
@@ -5245,13 +5304,13 @@ def open_dataset(cfg: Config) -> Dataset:
     bytes_per_token = 0.0
     if all(text_bytes):
         bytes_per_token = sum(text_bytes) / val_tokens
-    counts = f"{train_tokens} training tokens in {len(train)} shards, {val_tokens} for validation"
+    sizes = f"{train_tokens} training tokens in {len(train)} shards, {val_tokens} for validation"
     path = Path(cfg.data, "vocabulary.txt")
     vocabulary: Sequence[bytes] = ()
     if cfg.predicts_prefixes or (cfg.samples and path.exists()):
         vocabulary = read_vocabulary(path, cfg.vocab_size)
-    trained_on = [*train, *val, path] if cfg.predicts_prefixes else train + val
-    fingerprint = f"{dataset_hash(trained_on)} ({counts})"
+    hashed_paths = [*train, *val, path] if cfg.predicts_prefixes else train + val
+    fingerprint = f"{dataset_hash(hashed_paths)} ({sizes})"
     return Dataset(train, val, min(val_slices, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
 
 
@@ -5324,8 +5383,8 @@ def make_micro_batch(
     T = len(tokens) - 1
     starts = np.append(0, ends)
     if attention_cap:
-        pieces = zip(starts, np.append(ends, T))
-        starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
+        documents = zip(starts, np.append(ends, T))
+        starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in documents])
         max_doc_len = min(max_doc_len, attention_cap)
     size = cu_seqlens_capacity(T)
     if len(starts) + 1 > size:
@@ -5349,11 +5408,12 @@ COLUMN_STRIDE = 20011  # a prime
 
 
 def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
-    """Returns `count` tokens (ascending, int32), all that are needed and others, and the next call's offset.
+    """Returns `count` columns of the head (ascending, int32), all that are needed and others, and the next
+    call's offset.
 
-    The others come from an interval of a fixed permutation of the vocabulary, from `offset` on: the first of
-    its tokens that are not needed. The next call takes the interval after it. If an interval has too few,
-    they are spread over the whole vocabulary (record 92). `vocab` must not be a multiple of the prime
+    The others are the first columns that are not needed in an interval of a fixed permutation of all columns,
+    from `offset` on. The next call takes the interval after it. If an interval has too few, the others are
+    spread over all columns (record 92). `vocab`, the number of columns, must not be a multiple of the prime
     COLUMN_STRIDE.
     """
     chosen = np.zeros(vocab, bool)
@@ -5730,8 +5790,8 @@ def override(cfg: Config, setting: str) -> Config:
             name.split(".")[-1] not in FIXED_SETTINGS,
             f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
-        field = settings[name][1]
-        values[name] = field.parse(text, name)
+        value_type = settings[name][1]
+        values[name] = value_type.parse(text, name)
     new = replace_settings(cfg, values)
     return rescale(new, new.length / cfg.length)
 
@@ -5752,12 +5812,12 @@ def rescale(cfg: Config, factor: float) -> Config:
     if factor == 1:
         return cfg
     values = {}
-    for name, (value, field) in flatten_settings(cfg).items():
-        if field.rescaled == "rate":
+    for name, (value, value_type) in flatten_settings(cfg).items():
+        if value_type.rescaled == "rate":
             values[name] = 1 - (1 - value) ** (1 / factor)
-        elif field.rescaled == "steps" and isinstance(value, tuple):
+        elif value_type.rescaled == "steps" and isinstance(value, tuple):
             values[name] = tuple(scaled(steps) for steps in value)
-        elif field.rescaled == "steps":
+        elif value_type.rescaled == "steps":
             values[name] = scaled(value)
     return replace_settings(cfg, values)
 
@@ -5825,11 +5885,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_settings(args: argparse.Namespace) -> Config:
-    """Returns the preset with the changes of the command line. Raises UserError if it could not run here."""
+    """Returns the preset with the changes of the command line. Raises UserError for wrong options."""
     cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
-    by_preset = PRESETS[args.preset].data
-    given_twice = args.data and cfg.data not in (by_preset, args.data)
+    preset_data = PRESETS[args.preset].data
+    given_twice = args.data and cfg.data not in (preset_data, args.data)
     require(not given_twice, f"--data {args.data} and --set data={cfg.data}: give one of them")
     is_name = ".." not in args.name and re.fullmatch(r"[\w.+=-]*(/baseline)?", args.name)
     require(is_name, f"--name {args.name!r}: give letters, digits and . _ + = - alone, without ..")
@@ -5838,14 +5898,7 @@ def read_settings(args: argparse.Namespace) -> Config:
         not every or padded(every, UPDATE_PERIOD) < cfg.steps,
         f"--checkpoint-every {every}: the run has {cfg.steps} steps; give a smaller number",
     )
-    # The log holds no absolute path.
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
-    _, world_size, _ = init_process(cfg.device)
-    check_config(cfg, args.check or world_size)
-    if args.save is not None:
-        output_file(args.save)
-        output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
-    return cfg
+    return replace(cfg, data=os.path.relpath(args.data or cfg.data))  # the log holds no absolute path
 
 
 # ============================================================================================================
@@ -5880,8 +5933,8 @@ def check_processes(cfg: Config, world_size: int) -> None:
 
 def check_sizes(cfg: Config) -> None:
     """Checks the model's widths, its vocabulary and the table of n-grams."""
-    pairs = 2 if any(layer.attention == "paired" for layer in cfg.layers) else 1
-    fits = cfg.heads % pairs == 0 and cfg.head_dim % 4 == 0
+    head_multiple = 2 if any(layer.attention == "paired" for layer in cfg.layers) else 1
+    fits = cfg.heads % head_multiple == 0 and cfg.head_dim % 4 == 0
     fits = fits and cfg.dim >= GATE_DIM and cfg.dim % cfg.mix_groups == 0
     require(
         fits,
@@ -5987,7 +6040,7 @@ def check_updates(cfg: Config) -> None:
 def check_fp8(cfg: Config, count: int) -> None:
     """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
     require(
-        not cfg.fp8_mlp or cfg.dim**0.5 <= E4M3_MAX * FP8_H,
+        not cfg.fp8_mlp or cfg.dim**0.5 <= E4M3_MAX * FP8_MLP_H_SCALE,
         "FP8's scale of the MLPs' input is for a model's width up to 784; use --set fp8_mlp=false",
     )
     for i, stage in enumerate(cfg.stages):
@@ -6043,16 +6096,15 @@ class RunLog:
 
 
 def describe_commit(script: Path, source: bytes) -> str:
-    """Returns the commit of the script's repository, and in brackets whether it has the script as `source`.
-
-    It is clean, or else modified: changed, or not committed.
+    """Returns the repository's commit and, in brackets, "clean" if that commit has the script as `source`,
+    else "modified".
     """
     # With GIT_DIR git would look into another repository.
-    start = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git"]
+    git_command = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git"]
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(
-            [*start, *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
+            [*git_command, *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
         ).strip()
 
     try:
@@ -6122,7 +6174,7 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
 
 
 def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange) -> None:
-    """Writes the script, the environment and the config."""
+    """Writes the script, the environment, the config and the data's fingerprint."""
     config = config_json(cfg, name=args.name, seed=args.seed)
     log.print0(f"{SOURCE.decode(errors='replace')}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
@@ -6163,7 +6215,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     stay until then.
     """
     written: list[Path] = []
-    partial_name = f".{run_id}.partial"
+    partial_suffix = f".{run_id}.partial"
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     # torch.save raises RuntimeError when the disk is full.
     with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
@@ -6173,11 +6225,11 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
             weights_path = output_file(path)
-            torch.save(saved | {"weights": weights}, f"{weights_path}{partial_name}")
+            torch.save(saved | {"weights": weights}, f"{weights_path}{partial_suffix}")
             written.append(weights_path)
         if model.ngrams:
             rows_path = output_file(f"{path}.ngrams{exchange.rank}")
-            with open(f"{rows_path}{partial_name}", "wb") as file:
+            with open(f"{rows_path}{partial_suffix}", "wb") as file:
                 crc = exchange.rank  # so that the ranks' files cannot be exchanged
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
                     data = rows.cpu().view(torch.uint8).numpy()
@@ -6187,7 +6239,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
             written.append(rows_path)
     exchange.barrier()  # all ranks have written
     for whole in written:
-        os.replace(f"{whole}{partial_name}", whole)
+        os.replace(f"{whole}{partial_suffix}", whole)
 
 
 # What a pickle of tensors, numbers and texts names. Other functions that weights_only allows, such as
@@ -6222,8 +6274,8 @@ def read_saved(path: str | Path, fix: str) -> dict:
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns this rank's part of all that training changes, except gradients and the table of n-grams; and
-    the signs, which a resumed run has from its checkpoint.
+    """Returns all tensors that training changes on this rank, except gradients and the table of n-grams; not
+    copied. The signs are among them: a resumed run must have the same.
     """
     optimizer.wait()
     others = {"signs": model.signs}
@@ -6344,13 +6396,13 @@ def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, 
     torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
     would leave ranks waiting for each other; other rates would train something that no log describes.
     """
-    start = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
-    different = differences(start, exchange.from_rank_0(start))
-    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
+    launch = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
+    different = differences(launch, exchange.from_rank_0(launch))
+    require(not different, f"this rank differs from rank 0 in {different}; launch all ranks alike")
     if resumed:
         different = differences(resumed["task"], task)
         require(
-            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
+            not different, f"{args.resume} is of a run with another {different}; launch it as that one was"
         )
 
 
@@ -6437,7 +6489,7 @@ class AsyncLoss:
         self.queue.append((step, loss, arrived))
 
     def poll(self) -> None:
-        """Takes what has arrived. Raises UserError if it is not finite."""
+        """Takes arrived losses. Raises UserError if one is not finite."""
         while self.queue:
             step, loss, arrived = self.queue[0]
             if arrived is not None and not arrived.query():
@@ -6452,7 +6504,7 @@ def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple
     global COMPILER
     COMPILER = configure_compiler(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
-    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
     model.ngrams = optimizer.ngrams
     return model, optimizer
@@ -6485,7 +6537,7 @@ class Checkpoints(NamedTuple):
 
 
 def warm_up(training: Training) -> None:
-    """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
+    """Runs a step of every kind, so that nothing is compiled or allocated on the clock; then restores all."""
     data, model, optimizer, val, loader_exchange = training
     cfg = model.cfg
     before = training_state(model, optimizer)
@@ -6500,7 +6552,7 @@ def warm_up(training: Training) -> None:
             validate(model, val, optimizer.exchange, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
             AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
-        if optimizer.ngrams:  # its clock begins again: beta2_powers end with the run's last step
+        if optimizer.ngrams:  # not in `before`; and a later range may begin before its rows' last_update
             for t in optimizer.ngrams.state_dict().values():
                 t.zero_()
         optimizer.drop_grads()
@@ -6602,8 +6654,8 @@ def train(
             model.use_rotary(plan.stage)
             log_validation(training, clock, losses, log, step, plan.windows)
         batch = batches.next()
-        done = step + 1  # as the log counts
-        losses.push(done, train_step(model, optimizer, batch, batches.peek))
+        steps_done = step + 1  # as the log counts
+        losses.push(steps_done, train_step(model, optimizer, batch, batches.peek))
         losses.poll()
         if profiler:
             profiler.step()
@@ -6612,17 +6664,18 @@ def train(
         loss_text = ""
         if loss_step:  # on a GPU the newest loss is some steps old
             loss_text = f" train_loss:{loss:.4f}@{loss_step}"
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / done:.2f}ms"
-        log.print0(f"step:{done}/{cfg.steps} {times}{loss_text}", console=False)
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / steps_done:.2f}ms"
+        log.print0(f"step:{steps_done}/{cfg.steps} {times}{loss_text}", console=False)
         bar.set_postfix_str(loss_text, refresh=False)
         bar.update()
-        if checkpoints and done in checkpoints.steps:
+        if checkpoints and steps_done in checkpoints.steps:
             with clock.paused() as ms:
                 losses.poll()
-                progress = Progress(done, ms, batch.position)._asdict()
+                progress = Progress(steps_done, ms, batch.position)._asdict()
                 save_checkpoint(checkpoints.folder, checkpoints.task, progress, model, optimizer)
                 log.print0(
-                    f"checkpoint: after step {done}; the same command with --resume {log.path} continues"
+                    f"checkpoint: after step {steps_done}; "
+                    f"the same command with --resume {log.path} continues"
                 )
     optimizer.apply_averages()
     closing = log_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
@@ -6678,6 +6731,10 @@ def run(args: argparse.Namespace) -> None:
     """Runs what the command line says. --check ends it before anything is joined or written."""
     cfg = read_settings(args)
     rank, world_size, device = init_process(cfg.device)
+    check_config(cfg, args.check or world_size)
+    if args.save is not None:
+        output_file(args.save)
+        output_file(f"{args.save}.ngrams{rank}")
     if not args.check:
         join_processes(world_size, device)
     backend = select_backend(cfg, device)
@@ -6692,7 +6749,7 @@ def run(args: argparse.Namespace) -> None:
     cfg = replace(cfg, val_slices=data.val_slices)
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
-    exchange = Exchange(rank, world_size, device=device, segment_sum_rows=backend.segment_sum_rows)
+    exchange = Exchange(rank, world_size, device=device)
     loader_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
     task = task_of(args, cfg, data, world_size, backend.mlp_dtype)
     require_same_task(args, task, exchange, resumed)

@@ -230,8 +230,8 @@ class Counts(TorchDispatchMode):
 class CountingExchange(SingleRankExchange):
     """Exchanges as one rank of several, alone, and counts collectives."""
 
-    def __init__(self, world_size: int, counts: Counts, sum_rows: Callable):
-        super().__init__(0, world_size, device=torch.device("meta"), segment_sum_rows=sum_rows)
+    def __init__(self, world_size: int, counts: Counts):
+        super().__init__(0, world_size, device=torch.device("meta"))
         self.counts = counts
 
     def count(self, kind: str, name: str, nbytes: int) -> None:
@@ -344,8 +344,8 @@ def run_steps(
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
-        exchange = CountingExchange(world_size, counts, backend.segment_sum_rows)
-        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
+        exchange = CountingExchange(world_size, counts)
+        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
         model.ngrams = optimizer.ngrams
         start = cfg.stage_starts[stage]
         tied = start <= tg.untie_step(cfg)

@@ -219,13 +219,12 @@ class Training:
         allocated_before = self.allocated()
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
         kind = SingleRankExchange if world_size > 1 else tg.Exchange
-        exchange = kind(
-            0, world_size, device=variant.device, segment_sum_rows=variant.backend.segment_sum_rows
-        )
+        exchange = kind(0, world_size, device=variant.device)
         # More steps may be timed than the run has, and the table of n-grams counts them.
         last = replace(self.cfg.stages[-1], steps=steps)
         longer = replace(self.cfg, stages=(*self.cfg.stages, last))
-        self.optimizer = tg.Optimizer(longer, dict(self.model.named_parameters()), exchange)
+        params: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.optimizer = tg.Optimizer(longer, params, exchange, variant.backend)
         self.model.ngrams = self.optimizer.ngrams
         start = self.cfg.stage_starts[stage]
         count = self.cfg.stages[stage].steps

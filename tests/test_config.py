@@ -429,5 +429,9 @@ def test_the_record_has_the_published_constants():
     # The head: 23 sigmoid((logits + 5) / 7.5) (A). FP8, record 92: scales of e4m3, and of gradients in e5m2.
     assert cfg.softcap == tg.Softcap(23, 5, 7.5)
     assert (tg.FP8_ACT_MARGIN, tg.FP8_GRAD_MARGIN, tg.FP8_WEIGHT_MARGIN) == (1.80, 1.25, 1.12)
-    assert (tg.FP8_H, tg.FP8_DY) == (1 / 16, 1 / 64)
-    assert (tg.FP8_X, tg.FP8_W, tg.FP8_GRAD) == (100 / 448, 2 / 448, 0.75 / 8 / 448)
+    assert (tg.FP8_MLP_H_SCALE, tg.FP8_MLP_DY_SCALE) == (1 / 16, 1 / 64)
+    assert (tg.FP8_HEAD_X_SCALE, tg.FP8_HEAD_W_SCALE, tg.FP8_DLOGITS_SCALE) == (
+        100 / 448,
+        2 / 448,
+        0.75 / 8 / 448,
+    )

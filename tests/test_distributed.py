@@ -136,7 +136,7 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
             if name != "embed":
                 getattr(model, name)[: shape[0]] += 0.03 * torch.randn(shape, generator=noise)
         model.embed.copy_(model.lm_head.T)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     model.ngrams = optimizer.ngrams
     return exchange, model, optimizer
 

@@ -52,7 +52,9 @@ def mlps():
     The golden factor p of the result is in the scale of proj; the gradient of proj is that before it.
     """
     steps = []
-    scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, tg.FP8_DY]])[None, ..., None, None]
+    scales = torch.tensor([[tg.FP8_MLP_H_SCALE, tg.FP8_MLP_DY_SCALE], [0, 0], [1, tg.FP8_MLP_DY_SCALE]])[
+        None, ..., None, None
+    ]
     before, amax = torch.zeros(2, 1, 2)
     rooms = torch.tensor([1.03 / tg.E4M3_MAX, tg.FP8_GRAD_MARGIN / tg.E5M2_MAX])  # the golden ones
     state = SimpleNamespace(scales=scales, margins=rooms)
@@ -96,8 +98,8 @@ def test_results_and_gradients(mlps, step):
 def test_codes(mlps):
     (step,) = (i for i in STEPS if "square8" in MLP["steps"][i])
     golden, (mlp, _, (h, _, _, dy), _) = MLP["steps"][step], mlps[step]
-    h8 = tg.to_fp8(h.detach(), tg.FP8_H, torch.float8_e4m3fn)
-    dy8 = tg.to_fp8(dy, tg.FP8_DY, torch.float8_e5m2)
+    h8 = tg.to_fp8(h.detach(), tg.FP8_MLP_H_SCALE, torch.float8_e4m3fn)
+    dy8 = tg.to_fp8(dy, tg.FP8_MLP_DY_SCALE, torch.float8_e5m2)
     square8, square8_turned = tg.relu_square_fp8(h8, mlp)
     da8, da8_turned = tg.relu_square_fp8(dy8, mlp, square8)
     for name, t in {"g8": dy8, "square8": square8, "dpre8": da8}.items():
@@ -137,7 +139,7 @@ def test_head():
     head = head_of(w)
     loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0)
     ((apart, losses, dlogits8),) = seen
-    assert codes(tg.to_fp8(w, tg.FP8_W, torch.float8_e4m3fn)) == golden["w8"]
+    assert codes(tg.to_fp8(w, tg.FP8_HEAD_W_SCALE, torch.float8_e4m3fn)) == golden["w8"]
     assert apart.max() <= 1 and (apart > 0).sum() < 8
     want = golden["sigma_exact"]
     assert losses.tolist() == pytest.approx(want["losses"], rel=1e-6)

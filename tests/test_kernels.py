@@ -275,7 +275,7 @@ def fp8_steps_apart(a, b):
     return (places[0] - places[1]).abs()
 
 
-@pytest.mark.parametrize("unit", [tg.FP8_GRAD, tg.FP8_GRAD / 64, 1e-3, 1.0])
+@pytest.mark.parametrize("unit", [tg.FP8_DLOGITS_SCALE, tg.FP8_DLOGITS_SCALE / 64, 1e-3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_softcap_loss_in_fp8(interpreted, guarded, unit, dtype):
     """Compares the gradient with fp64, and its two layouts, also with a pointer; rows of several tiles."""

@@ -73,8 +73,8 @@ MEAN_OF_SLICES = "return exchange.all_reduce(losses).wait().mean().item()"
 CHEATS = {
     "causal": {
         "attention sees one token ahead": [
-            "(keys <= positions.view(-1, block, 1))",
-            "(keys <= positions.view(-1, block, 1) + 1)",
+            "(keys <= positions.view(-1, tile, 1))",
+            "(keys <= positions.view(-1, tile, 1) + 1)",
         ],
         "keys come from the token after": [
             "torch.cat([passthrough[:1], passthrough[:-1]])",

@@ -48,7 +48,9 @@ def compare(rank, world_size, dtype):
         for name, (kind, _) in ROW_SHAPES.items():
             grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-            pending[name] = tg.reduce_rows(exchange, name, grad[plan.rows], plan, means[name])
+            pending[name] = tg.reduce_rows(
+                exchange, tg.TORCH_BACKEND, name, grad[plan.rows], plan, means[name]
+            )
         for name in reversed(ROW_SHAPES):
             want = exchange.reduce_scatter(name, grads[name], in_rank_order=True).wait()
             mean = pending[name].wait()

@@ -60,8 +60,7 @@ def train(cfg, backend):
     """Trains a run; returns its losses, each parameter's change, that of the table of n-grams, and which
     entries of parameters had gradients, and which of them more than noise.
     """
-    exchange, model, optimizer = build(0, 1, cfg, backend=backend)
-    exchange.segment_sum_rows = backend.segment_sum_rows
+    _, model, optimizer = build(0, 1, cfg, backend=backend)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = [loss.item() for _, loss in run_steps(model, optimizer)]
     optimizer.wait()

@@ -200,7 +200,7 @@ def graphs(setup: Setup) -> Iterator[Row]:
     cfg = with_settings(setup.cfg, few)
     data = tg.Dataset(setup.paths, setup.paths, 1, 0.0, "")
     backend = tg.select_backend(cfg, setup.device)
-    exchange = tg.Exchange(0, 1, device=setup.device, segment_sum_rows=backend.segment_sum_rows)
+    exchange = tg.Exchange(0, 1, device=setup.device)
     built = tg.build(cfg, backend, exchange, 0)
     training = tg.Training(data, *built, tg.ValLoader(cfg, setup.paths), tg.Exchange(0, 1))
     stats = counters["stats"]

@@ -66,7 +66,9 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
             sent = exchange.all_to_all("rows", "p", rows, plan.input_splits, plan.output_splits, out).wait()
             yield f"rows {name}, {case}", sent, every[senders, 2 * rank + owned]
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
-        result = tg.reduce_rows(exchange, "p", rows, plan, torch.zeros_like(exchange.block(mean))).wait()
+        result = tg.reduce_rows(
+            exchange, tg.TORCH_BACKEND, "p", rows, plan, torch.zeros_like(exchange.block(mean))
+        ).wait()
         yield f"sparse {name}, {case}", result, exchange.block(mean)
 
 

@@ -81,7 +81,7 @@ class StageOperands:
         square = self.rand(T, F).relu().square()
         dy = self.rand(T, d)
         before, amax = torch.zeros(2, 1, 2, device=self.device)
-        scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, 1]], device=self.device)
+        scales = torch.tensor([[tg.FP8_MLP_H_SCALE, tg.FP8_MLP_DY_SCALE], [0, 0], [1, 1]], device=self.device)
         scales = scales[None, ..., None, None]
         bank = torch.stack([fc, fc])
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=self.device)
@@ -90,8 +90,8 @@ class StageOperands:
         largest = torch.tensor([tg.E4M3_MAX, tg.E5M2_MAX], device=self.device)
         scales[0, 2, :, 0, 0] = square.max() / largest
         fp8_mlp = tg.FP8MLP(weights8[0][0], weights8[1][0], scales[0], amax)
-        h8 = tg.to_fp8(h, tg.FP8_H, torch.float8_e4m3fn)
-        dy8 = tg.to_fp8(dy, tg.FP8_DY, torch.float8_e5m2)
+        h8 = tg.to_fp8(h, tg.FP8_MLP_H_SCALE, torch.float8_e4m3fn)
+        dy8 = tg.to_fp8(dy, tg.FP8_MLP_DY_SCALE, torch.float8_e5m2)
         square8 = tg.to_fp8(square, scales[0, 2, 0], torch.float8_e4m3fn)
         products = [
             ("relu_square", (h, fc)),
@@ -123,7 +123,7 @@ class StageOperands:
         nbytes = 2 * logits.element_size() * logits.numel()
         yield Case("softcap_loss", f"{what}, {cfg.dtype}", args, nbytes=nbytes)
         # In FP8 the gradient comes in two layouts.
-        unit = tg.FP8_GRAD / cfg.microbatches
+        unit = tg.FP8_DLOGITS_SCALE / cfg.microbatches
         args = (logits.to(torch.float8_e4m3fn), targets, batch.loss_weights, unit)
         yield Case("softcap_loss", f"{what}, e5m2", args, nbytes=3 * logits.numel())
 
