@@ -23,28 +23,30 @@ What you edit
 A step and the model
      5  Helpers       a user's errors, labels in traces, compiled functions, dtypes, copies to the device
      6  Step          what a batch holds; train_step, forward_backward, validate
-     7  Model         GPT: embeddings, layers, head
+     7  Loop          train(), the timed loop around the step; warm-up, clock
+     8  Model         GPT: embeddings, layers, head
 Operations, each in plain torch, some with a Triton kernel
-     8  Linear        products with a bank's matrices, whose gradients go into main_grad
-     9  Layers        norm, sums of streams, rotary embedding, attention
-    10  FP8           what kernels need; scales and casts
-    11  MLP           squared ReLU
-    12  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
+     9  Tools         what several kernels need, scalars on device and host, transposed copies
+    10  Linear        products with a bank's matrices, whose gradients go into main_grad
+    11  Layers        norm, sums of streams, rotary embedding, attention
+    12  FP8           scales, casts, products
+    13  MLP           squared ReLU
+    14  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
 Updates, spread over ranks
-    13  Optimizer     scatter, update and gather of all that is trained, in explicit orders
-    14  Parameters    the objects that are updated: their gradients, updates and averages
-    15  Update rules  Adam and ANVIL, on one block
-    16  Touched rows  of tables: sums of rows, sums of their gradients, their exchange between ranks
-    17  Exchange      collectives
-    18  N-grams       from tokens to rows of a table; the table, its update rule
+    15  Collectives   of one process group
+    16  Optimizer     scatter, update and gather of all that is trained, in explicit orders
+    17  Parameters    the objects that are updated: their gradients, updates and averages
+    18  Update rules  Adam and ANVIL, on one block
+    19  Touched rows  of tables: sums of rows, sums of their gradients, their exchange between ranks
+    20  N-grams       from tokens to rows of a table; the table, its update rule
 A run
-    19  Backend       the choice of operations, compilation, CUDA graphs
-    20  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
+    21  Backend       the choice of operations, compilation, CUDA graphs
+    22  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
                       thread builds ahead
-    21  Command line  --set name=value, options
-    22  Checks        what settings must satisfy
-    23  Files         the log, saved models, checkpoints, what must be the same to resume a run
-    24  Run           processes, clock; warm-up; train(), the timed loop; run() is the whole story
+    23  Command line  --set name=value, options
+    24  Checks        what settings must satisfy
+    25  Files         the log, saved models, checkpoints, what must be the same to resume a run
+    26  Run           processes; build, closing lines, samples; run() is the whole story
 
 For a step alone read plan_step, train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(),
 prepare() and train().
@@ -53,14 +55,15 @@ The algorithm follows record 92 of the public NanoGPT speedrun (github.com/Kelle
 Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
 of its table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of
 D), F the MLP's width, L the layers, V the padded vocabulary, P the sampled columns of it, K the targets of a
-token or its rows of n-grams. Dq and Dv are the widths of a head's queries and values. In code, F is
-torch.nn.functional. docs/glossary.md explains the words.
+token or its rows of n-grams; in kernels M, N and K are a product's sizes, and D may be pointer_dim. Dq and Dv
+are the widths of a head's queries and values. In code, F is torch.nn.functional. docs/glossary.md explains
+the words.
 
 The stream is the residual stream. It begins as x0, the smeared and normed embeddings of tokens; before layer
 0 n-grams are added. A bank is a stack of matrices of equal shape. A rank's block is the part of a parameter
 that the rank updates. The touched rows of a table are those that batches have looked up since its last
 update. After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
-optimizer of the banks, a descendant of Muon (section 15). MUDD (section 7) mixes earlier streams in, with
+optimizer of the banks, a descendant of Muon (section 18). MUDD (section 8) mixes earlier streams in, with
 weights that small MLPs compute for each token. Up to the untie step the token embedding embed is the
 transpose of lm_head.
 """
@@ -120,10 +123,8 @@ try:
     from torch.distributed.elastic.multiprocessing.errors import record as elastic_record
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
-except (
-    ImportError,
-    AttributeError,
-) as error:  # AttributeError: a file json.py here, say, hides Python's json
+except (ImportError, AttributeError) as error:
+    # AttributeError: a file json.py here, say, hides Python's json.
     raise SystemExit(
         f"train_gpt.py: {error}; ./run.sh installs what is missing; a file here with a module's name must go"
     ) from None
@@ -145,7 +146,8 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 # ============================================================================================================
 
 DType = Literal["bfloat16", "float32", "float64"]
-Context = Literal["word", "above", "copy"]
+Context = Literal["word", "above", "copy"]  # the keys of CONTEXTS (section 20)
+# The keys of KERNELS (section 21).
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. All others must be finite, and not
 # negative.
@@ -156,13 +158,13 @@ Fraction = Annotated[float, 0, 1]
 # Fractions and are not rescaled, nor are intervals (val_every, WeightAverage.every).
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
-# Two numbers of steps from one update to the next: the first holds up to Config.late_updates_from, the second
-# from that step on. Gradients are summed in between. Adam's and the n-grams' betas and decay are stated for
-# the first number; ANVIL takes no account of the interval.
+# (early, late): steps from one update to the next, before Config.late_updates_from and from that step on.
+# Gradients are summed in between. Adam's and the n-grams' betas and decay are stated for the early number;
+# ANVIL takes no account of the interval.
 #
 # Adam's parameters need an update only after every second step, at next to no cost in loss (PR 136): half the
-# traffic of the embeddings. The largest, from Config.late_updates_from on, need it after every fourth (PR
-# 360). The gradients of a run's last steps are lost if no update follows.
+# traffic of the embeddings. value_embeds and the n-grams need it after every fourth, when late (PR 360). The
+# gradients of a run's last steps are lost if no update follows.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 UPDATE_PERIOD = 4  # every interval divides it: after a multiple of it no gradient awaits its update
 
@@ -252,16 +254,16 @@ class ParamSpec:
     # How the gradient comes about:
     # small      autograd computes it. Small parameters with equal optimizer, betas, dtype, update_every and
     #            reduction are exchanged and updated as one vector. GPT's methods read them as self.NAME.
-    # The others' gradients are written to main_grad by our own code, so methods must not read self.NAME:
-    # head       lm_head, which head_loss_and_grad() alone reads in training.
-    # bank       a stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
+    # The others' gradients are written to main_grad by our own code, so methods must not read self.NAME where
+    # autograd records: head       lm_head, which head_loss_and_grad() alone reads in training. bank       a
+    # stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
     #            them to the layers, and the backwards of products add the gradients.
     # embedding  a table of which each token looks up rows: GPT.trunk has them in looked_up[name], and
     #            add_rows() adds their gradients.
     kind: Literal["small", "head", "bank", "embedding"] = "small"
     # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
     # hashed_rows: bigram_embed's, and those of the n-gram table. To add an index, add a field of MicroBatch
-    # that make_micro_batch() fills, its segments in Prefetcher._build, and a look-up in GPT.look_up.
+    # that make_micro_batch() fills, a line of ROW_LISTS, and a look-up in GPT.look_up.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
     # How gradients come to the rank that owns a block. reduce_scatter: all of the gradient. sparse: only the
     # rows that were touched since the last update.
@@ -331,15 +333,17 @@ class WeightAverage:
 
     params: tuple[str, ...]  # of banks, tables and lm_head; those that the model lacks are ignored
     window: Steps  # the run's last steps that it looks at; 0: none
-    rate: TickRate  # each tick moves the average by this share towards the parameter; the first is a copy
+    # Each tick moves the average by this share towards the parameter; the first is a copy. At 2 / (n + 1) it
+    # is about the mean of the last n ticks.
+    rate: TickRate
     blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
     # If n steps are left, the average ticks if n % every == offset, or if n is in `also`.
     every: Positive = 1
     offset: int = 0
     also: tuple[Steps, ...] = ()
     last_rate: TickRate = 0.0  # of the last tick; 0: `rate`
-    # An average has a smaller norm than the parameter. If one of a parameter's rows says so, the parameter is
-    # scaled back to its norm after all of them.
+    # Averaging shrinks a parameter's norm. If any row of a parameter has keep_norm, its old norm is restored
+    # once, after all rows.
     keep_norm: bool = True
 
 
@@ -374,7 +378,7 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
-    # Each gives a token one more row (section 18). word: chosen by the word so far; above: by the byte above
+    # Each gives a token one more row (section 20). word: chosen by the word so far; above: by the byte above
     # the next one, in the line before; copy: by what followed the same tokens earlier. word and above are for
     # bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
@@ -389,7 +393,7 @@ class Stage:
     """Says how the run goes on for some steps: a row of Config.stages. plan_step() reads it."""
 
     steps: Steps
-    batch_tokens: Positive  # over all ranks and micro-batches
+    batch_tokens: Positive  # over all ranks and micro-batches; on GPUs see cu_seqlens_capacity(), too
     max_doc_len: Positive  # longer documents are truncated to so many tokens
     # Rotary tables follow these, and change once a stage. Windows that change within a stage need an edit of
     # plan_step(), GPT.use_rotary and its callers, and of warmup_ranges() with dense attention or CUDA graphs.
@@ -414,8 +418,8 @@ class Config:
 
     A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
     ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
-    used; the main ones are in section 3 (initial values, GATE_DIM, MUDD_SCALE), rotary_family() (7), FP8_*
-    (10), ANVIL_MAPS (15) and untie_step() (4).
+    used; the main ones are in section 3 (initial values, GATE_DIM, MUDD_SCALE), ROTARY_BASE and YARN_* (8),
+    FP8_* (12), PROB_FLOOR (14), ANVIL_MAPS (18), ROW_EPS and COPY_LENGTHS (20), and untie_step() (4).
     """
 
     # ---- Data and goal.
@@ -425,7 +429,8 @@ class Config:
     target: float = 3.28  # mean validation loss, nats per token, that a record must reach
     val_slice_tokens: Positive = 262144  # one validation forward
     val_slices: Positive = 40
-    val_every: int = 250  # validate before step 0, after every val_every steps, and at the end; 0: only there
+    # Validate before step 0, after every val_every steps, and at the end; 0: only at the end.
+    val_every: int = 250
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
     # ---- The model.
     vocab_size: Positive = 50257
@@ -454,7 +459,7 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 12).
+    # softmax (section 14).
     pointer_dim: int = 128  # the width of its queries and keys; 0: there is no pointer
     pointer_window: Positive = 2560  # how many tokens it looks back in training
     pointer_val_window: Positive = 16384  # and in validation and samples
@@ -476,7 +481,7 @@ class Config:
     # average out noise later. At the end batches shrink again. The last stage trains at the rate at which the
     # cooldown ends. The numbers are PR 379's.
     # fmt: off
-    stages: tuple[Stage, ...] = (
+    stages: tuple[Stage, ...] = (  # they begin at steps 0, 279, 593, 971 and 1030
         #   steps  batch  docs   windows         lr_mul  mtp        prefix
         Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), sampled_columns=(10240,)),
         Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05),
@@ -490,8 +495,8 @@ class Config:
     microbatches: Positive = 8
     # In this last part of the steps before the last stage, lr_mul moves from the stage's to the last stage's.
     cooldown_frac: Fraction = 0.80
-    # ---- Numbers of steps that belong to these stages. If you change the stages' steps, change these, too.
-    # With --set length all follow.
+    # ---- Numbers of steps that belong to these stages. If you change the stages' steps, keep the share of
+    # the run that these have: they do not follow. With --set length all do.
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
     # ANVIL's momentum rises from min to max (below), and falls again in the end. While the loss falls fast,
     # old gradients mislead (record 9).
@@ -507,7 +512,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ANVIL, for the banks (section 15).
+    # ANVIL, for the banks (section 18).
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -570,7 +575,8 @@ class Config:
 
 RECORD = Config()
 
-# What the presets for two cores have in common.
+# What the presets for two cores have in common. They follow every edit of LAYERS, PARAMS and Config's
+# defaults that they do not replace.
 SMALL = replace(
     RECORD,
     length=1.0,  # so that an edit of Config.length shortens the record preset alone
@@ -642,7 +648,12 @@ CPU = replace(
     momentum_cooldown=13,
     two_momenta_from=72,
     averages=(
-        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 60, 2 / 31, 0.5),
+        WeightAverage(
+            ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"),
+            window=60,
+            rate=2 / 31,
+            blend=0.5,
+        ),
     ),
 )
 
@@ -693,9 +704,9 @@ WORDS = replace(
     averages=(
         WeightAverage(
             ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"),
-            57,
-            0.0675,
-            0.5,
+            window=57,
+            rate=0.0675,
+            blend=0.5,
             keep_norm=False,
         ),
     ),
@@ -704,7 +715,7 @@ WORDS = replace(
     bank_lr=0.018,
 )
 
-# A new preset goes here. PRESETS (section 21) has them by name, each rescaled by its `length`.
+# A new preset goes here. PRESETS (section 23) has them by name, each rescaled by its `length`.
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
@@ -742,7 +753,7 @@ def used_scalars(cfg: Config) -> list[dict[str, bool]]:
         flags = {
             "qkv": attends,
             "out": attends,
-            "resid_attention": has_own,
+            "resid_attention": has_own,  # without effect if nothing is added before the MLPs, as in layer 6
             "resid_mlp": has_own,
             "post_attention": has_own and attends,
             "post_mlp": has_own and layer.mlps > 0,
@@ -778,8 +789,8 @@ class Gate(NamedTuple):
 def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
 
-    The first MLP reads x0 and serves layer_tables 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layer_tables after it. The order of columns is record 92's.
+    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layers after it. The order of columns is record 92's.
     """
     early: list[Gate] = []
     late: list[Gate] = []
@@ -820,8 +831,8 @@ MUDD_OUTPUTS = {
     "right value": 20,
     "resid_attention": RESID_BIAS,
     "post_attention": 10,
-    "first after": 0,  # this and the next are added where attention's output is
-    "ngram after": 0.5,
+    "first with output": 0,  # this and the next are added where attention's output is added
+    "ngram with output": 0.5,
     "resid_mlp": RESID_BIAS,
     "post_mlp": 10,
 }
@@ -1068,11 +1079,12 @@ def scheduled_momentum(cfg: Config, step: int) -> float:
 def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does.
 
-    A new value that depends on the step is a field of StepPlan, set here. If the forward or the backward
-    reads it, and it has few values, it is an argument of forward_backward, too, and CUDAGraphs capture for
-    each value. If it has many, it goes there as a tensor of MicroBatch, as loss_weights do. If GPT.trunk
-    reads it as a size or a number, configure_compiler() must name it. If another value needs another
-    compilation, it is a part of warmup_ranges' `kind`.
+    To add a scheduled value, add a field to StepPlan and set it here. Then,
+    - if the forward or the backward reads it and it has few values, pass it to forward_backward(), too:
+      CUDAGraphs captures a graph for each value;
+    - if it has many values, make it a tensor of MicroBatch, as loss_weights;
+    - if GPT.trunk reads it as a size or a Python number, name it in trunk's `dynamic`;
+    - if a new value needs a new compilation, add it to `kind` in warmup_ranges().
     """
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
@@ -1111,13 +1123,13 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
 def tick_rates(average: WeightAverage, steps: int) -> dict[int, float]:
     """Returns the steps, of a run of `steps`, after which an average ticks, and each tick's rate."""
     ticks = []
-    for left in range(min(average.window, steps)):
+    for left in reversed(range(min(average.window, steps))):  # steps after this one
         if left % average.every == average.offset or left in average.also:
             ticks.append(steps - 1 - left)
     rates = dict.fromkeys(ticks, average.rate)
     if ticks:
-        rates[ticks[0]] = average.last_rate or average.rate  # ticks go back in time
-        rates[ticks[-1]] = 1.0  # the first in time: a copy of the parameter
+        rates[ticks[-1]] = average.last_rate or average.rate
+        rates[ticks[0]] = 1.0  # a copy of the parameter
     return rates
 
 
@@ -1138,9 +1150,9 @@ def warmup_ranges(cfg: Config) -> list[range]:
     """Returns ranges of steps for the warm-up, which together have every kind of step.
 
     A kind is a stage, a number of sampled columns, prefixes or none, late updates or none. The first step of
-    each kind has a range: the two steps before it, itself, and the next one. At the last stage's start the
-    range goes on for four steps: the first two untie embed, the others update it on its own.
-    Ranges begin at even steps, so that with the intervals 1 and 2 gradients overwrite and add as in the run.
+    each kind has a range: the two or three steps before it, itself, and the next one. At the last stage's
+    start the range goes on for four steps: the first two untie embed, the others update it on its own. Ranges
+    begin at even steps, so that with the intervals 1 and 2 gradients overwrite and add as in the run.
     """
     first_steps: dict[tuple, int] = {}  # of each kind of step
     for step in range(cfg.steps):
@@ -1197,10 +1209,23 @@ def traced(label: str):
 
 
 COMPILER: Callable | None = None  # compiles a function; None: functions run as written
+DYNAMIC_ARGUMENTS: set[str] = set()  # names of arguments of compiled functions, and names of such functions:
+WITHOUT_AUTOTUNING: set[str] = set()  # compiled() fills both
 
 
-def compiled(function: Callable) -> Callable:
-    """Decorates a function that runs as COMPILER compiled it, if there is a COMPILER."""
+def compiled(
+    function: Callable | None = None, dynamic: Sequence[str] = (), autotune: bool = True
+) -> Callable:
+    """Decorates a function that runs as COMPILER compiled it, if there is a COMPILER.
+
+    dynamic: arguments whose sizes and numbers vary without a new graph. Without autotuning kernels do not run
+    on copies of their arguments first.
+    """
+    if function is None:
+        return partial(compiled, dynamic=dynamic, autotune=autotune)
+    DYNAMIC_ARGUMENTS.update(dynamic)
+    if not autotune:
+        WITHOUT_AUTOTUNING.add(function.__name__)
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -1230,8 +1255,8 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x in this dtype, for forwards of autograd Functions that are compiled: without a to() if x has
-    the dtype. With a to() that returns x itself, torch 2.11 may lose gradients there (pytorch issue 180642).
+    """Returns x.to(dtype), but without the call if x has the dtype: in a compiled forward of an autograd
+    Function torch 2.11 may lose gradients through it (pytorch issue 180642).
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -1282,32 +1307,9 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
     return map_tensors(moved, packed)
 
 
-@compiled
-def write_transpose(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
-
-
-def transposed_copy(x: Tensor) -> Tensor:
-    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    write_transpose(out := x.new_empty(x.T.shape), x)
-    return out
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
-        out[:, columns.long()] += x
-    else:
-        out.index_add_(1, columns, x)
-
-
 # ============================================================================================================
 # 6  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
-#    Segments and RowRoutes are in section 16.
+#    Segments and RowRoutes are in section 19.
 # ============================================================================================================
 
 
@@ -1323,7 +1325,7 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some documents, one after the other: what one forward and backward takes. Section 20 makes it on the
+    """Some documents, one after the other: what one forward and backward takes. Section 22 makes it on the
     host.
     """
 
@@ -1346,6 +1348,13 @@ class MicroBatch(NamedTuple):
     loss_weights: Tensor | None = None
 
 
+# By ParamSpec.rows_by: finds the Segments of a micro-batch's numbers of rows.
+ROW_LISTS: dict[str, Callable[[MicroBatch], Segments]] = {
+    "inputs": lambda micro_batch: make_segments(micro_batch.inputs),
+    "hashed_rows": lambda micro_batch: make_segments(micro_batch.hashed_rows, micro_batch.sign_ids),
+}
+
+
 def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, next_batch: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
@@ -1358,7 +1367,7 @@ def train_step(
     plan = batch.plan
     count = len(batch.micro_batches)
     model.use_rotary(plan.stage)
-    optimizer.begin_batch(batch)
+    optimizer.ensure_batch(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
     fp8_weights = None
     if model.fp8_mlps:
@@ -1369,7 +1378,7 @@ def train_step(
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
         loss, row_grads = model.graphs.run(
-            optimizer.accumulates(),
+            optimizer.accumulate_flags(),
             forward_backward,
             model=model,
             optimizer=optimizer,
@@ -1386,7 +1395,7 @@ def train_step(
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if model.fp8_mlps:
-        pending_amax = optimizer.exchange.all_reduce(model.fp8_mlps.amax, dist.ReduceOp.MAX)
+        pending_amax = optimizer.comm.all_reduce(model.fp8_mlps.amax, dist.ReduceOp.MAX)
     optimizer.step(plan, next_batch)
     if model.fp8_mlps:
         model.fp8_mlps.end_step(pending_amax.wait())
@@ -1414,7 +1423,7 @@ def forward_backward(
     x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_weights)  # (T, d)
     prefixes = model.longest_prefix if with_prefix else None
     targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
-    pointer_probs = model.pointer_probs(x, micro_batch, model.cfg.pointer_window)
+    pointer_probs = model.run_pointer(x, micro_batch, model.cfg.pointer_window)
 
     # The head, forward and backward.
     loss, dx = model.head_loss_and_grad(
@@ -1431,7 +1440,7 @@ def forward_backward(
     root_grads = [dx]
     if pointer_probs is not None:
         roots.append(pointer_probs.probs)
-        root_grads.append(pointer_probs.grad)
+        root_grads.append(pointer_probs.dprobs)
     with traced("backward"):
         torch.autograd.backward(roots, root_grads)
     row_grads = {}
@@ -1442,7 +1451,7 @@ def forward_backward(
 
 
 def validate(
-    model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int], slices: int | None = None
+    model: GPT, loader: ValLoader, comm: Collectives, windows: dict[str, int], slices: int | None = None
 ) -> float:
     """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
 
@@ -1452,17 +1461,222 @@ def validate(
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
     # All ranks make as many rounds, some without a slice: fetching rows of n-grams is collective.
-    own = range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size)
-    for i in progress_bar(own, "validation", leave=False, disable=exchange.rank > 0, delay=1):
+    own = range(comm.rank, padded(slices, comm.world_size), comm.world_size)
+    for i in progress_bar(own, "validation", leave=False, disable=comm.rank > 0, delay=1):
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
             model.ngrams.fetch(int32(EMPTY_INT32))  # no rows: the call is collective
-    return exchange.all_reduce(losses).wait().mean().item()
+    return comm.all_reduce(losses).wait().mean().item()
 
 
 # ============================================================================================================
-# 7  Model. GPT with its embeddings, layers and head; functions of its forward.
+# 7  Loop. The clock; warm-up; train(), the timed loop around the step.
+# ============================================================================================================
+
+
+def train(
+    training: Training,
+    log: RunLog,
+    start: Progress,
+    checkpoints: Checkpoints | None = None,
+    profiler: torch.profiler.profile | None = None,
+) -> dict:
+    """Trains from `start` on, against the clock. Returns the log's first closing lines.
+
+    The clock stops while validating and saving; meanwhile threads go on building batches.
+    """
+    data, model, optimizer, _, loader_comm = training
+    cfg = model.cfg
+    rank = optimizer.comm.rank
+    losses = AsyncLoss()
+    clock = Clock(start.train_ms)
+    loader = TrainLoader(cfg, data.train, rank, optimizer.comm.world_size, start.position)
+    plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
+    batches = Prefetcher(loader, plans, loader_comm)
+    if cfg.predicts_prefixes:  # on the clock, as it is made of the data
+        model.longest_prefix.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
+    bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
+
+    for step in range(start.step, cfg.steps):
+        if cfg.val_every and step % cfg.val_every == 0:
+            plan = plan_step(cfg, step)
+            model.use_rotary(plan.stage)
+            log_validation(training, clock, losses, log, step, plan.windows)
+        batch = batches.next()
+        done = step + 1  # as the log counts
+        losses.push(done, train_step(model, optimizer, batch, batches.peek))
+        losses.poll()
+        if profiler:
+            profiler.step()
+        ms = clock.ms()
+        loss_step, loss = losses.latest
+        loss_text = ""
+        if loss_step:  # on a GPU the newest loss is some steps old
+            loss_text = f" train_loss:{loss:.4f}@{loss_step}"
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / done:.2f}ms"
+        log.print0(f"step:{done}/{cfg.steps} {times}{loss_text}", console=False)
+        bar.set_postfix_str(loss_text, refresh=False)
+        bar.update()
+        if checkpoints and done in checkpoints.steps:
+            with clock.paused() as ms:
+                losses.poll()
+                progress = Progress(done, ms, batch.position)._asdict()
+                save_checkpoint(checkpoints.folder, checkpoints.task, progress, model, optimizer)
+                log.print0(
+                    f"checkpoint: after step {done}; the same command with --resume {log.path} continues"
+                )
+    optimizer.apply_averages()
+    closing = log_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
+    bar.close()
+    loader.close()
+    epochs = batch.position[0] // len(data.train) + 1
+    return closing | {"steps": cfg.steps, "epochs": epochs}
+
+
+def log_validation(
+    training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
+) -> dict:
+    """Stops the clock, validates after `step` steps, and logs the loss. Returns closing lines.
+
+    Raises UserError if it is not finite, so no such model is saved.
+    """
+    model = training.model
+    with clock.paused() as ms:
+        losses.poll()
+        training.optimizer.wait()
+        loss = validate(model, training.val, training.optimizer.comm, windows)
+        fix = "lower the learning rates" if step else "look for the cause in the model's forward"
+        require(math.isfinite(loss), f"val_loss is {loss} at step {step}; {fix}")
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
+    return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
+
+
+class Training(NamedTuple):
+    """What the warm-up and the timed loop work with."""
+
+    data: Dataset
+    model: GPT
+    optimizer: Optimizer
+    val: ValLoader
+    loader_comm: Collectives  # of the thread that builds batches
+
+
+class Progress(NamedTuple):
+    """How far a run has come; a checkpoint holds it."""
+
+    step: int = 0
+    train_ms: float = 0.0
+    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after that step
+
+
+class Checkpoints(NamedTuple):
+    """Which checkpoints a run writes."""
+
+    folder: Path
+    task: dict  # task_of()'s
+    steps: Container[int]  # after these steps, counted from 1
+
+
+def warm_up(training: Training) -> None:
+    """Runs a step of every kind, so that nothing is compiled or allocated on the clock; then restores all."""
+    data, model, optimizer, val, loader_comm = training
+    cfg = model.cfg
+    before = training_state(model, optimizer)
+    slices = min(cfg.val_slices, loader_comm.world_size)
+    loader = TrainLoader(cfg, data.train, loader_comm.rank, loader_comm.world_size)
+    for steps in warmup_ranges(cfg):
+        plans = [plan_step(cfg, step) for step in steps]
+        batches = Prefetcher(loader, plans, loader_comm)
+        for plan in plans:
+            model.use_rotary(plan.stage)
+            optimizer.wait()
+            validate(model, val, optimizer.comm, plan.windows, slices)
+            loss = train_step(model, optimizer, batches.next(), batches.peek)
+            AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
+        if optimizer.ngrams:  # not in `before`; and a later range may begin before its rows' last_update
+            for t in optimizer.ngrams.state_dict().values():
+                t.zero_()
+        optimizer.drop_grads()
+    loader.close()
+    optimizer.apply_averages()
+    restore(before, model, optimizer)
+
+
+def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
+    """Warms up, and restores the checkpoint, if there is one. Returns where training begins."""
+    if training.model.cfg.warmup:
+        began = time.perf_counter()
+        log.print0("warm-up: a step of every kind, off the clock", file=False)
+        warm_up(training)
+        log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
+    start = Progress()
+    if resumed:
+        restore(resumed, training.model, training.optimizer)
+        start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
+        resumed.clear()  # or its files, which are mapped, could not be removed over a network
+    gc.collect()  # what building and warm-up left behind is not collected on the clock,
+    gc.freeze()  # nor searched again
+    return start
+
+
+class Clock:
+    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
+
+    def __init__(self, ms: float = 0.0):
+        self.began = self.synchronized() - ms / 1000
+
+    def synchronized(self) -> float:
+        """Waits until the device has done all its work. Returns the time in seconds."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def ms(self) -> float:
+        """Returns the milliseconds of training, without waiting for the device."""
+        return 1000 * (time.perf_counter() - self.began)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
+        stopped = self.synchronized()
+        yield 1000 * (stopped - self.began)
+        self.began += self.synchronized() - stopped
+
+
+class AsyncLoss:
+    """Reads the losses of steps without waiting for the device.
+
+    latest: the newest (step, loss) that has arrived on the host; (0, None) before there is one.
+    """
+
+    def __init__(self):
+        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
+        self.latest = (0, None)
+
+    def push(self, step: int, loss: Tensor) -> None:
+        """Starts the copy of a step's loss, 0-d."""
+        arrived = None
+        if loss.is_cuda:
+            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.queue.append((step, loss, arrived))
+
+    def poll(self) -> None:
+        """Takes arrived losses. Raises UserError if one is not finite."""
+        while self.queue:
+            step, loss, arrived = self.queue[0]
+            if arrived is not None and not arrived.query():
+                break
+            self.queue.pop(0)
+            self.latest = (step, loss.item())
+            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
+
+
+# ============================================================================================================
+# 8  Model. GPT with its embeddings, layers and head; functions of its forward.
 #
 # The streams of the record preset; in quotes, names that GPT.trunk saves them under:
 #
@@ -1475,8 +1689,8 @@ def validate(
 #   layer 7         no attention, no MLP; then x is "backout"
 #   layer 8         attention of norm("backout"), two MLPs of norm(x)
 #   layer 9         no attention; MLP
-#   layer 10        MUDD adds "first" and "backout" to x and to the values; attention of norm("backout"), with
-#                   which MUDD adds "first" and "ngram"; MLP
+#   layer 10        MUDD scales x, adds "first" and "backout" to it, and all three to the values; attention of
+#                   norm("backout"), with which MUDD adds "first" and "ngram"; MLP
 #   lm_head         norm(x + the sum of lm_head_streams, each times weights of the token, also by channels)
 #
 # Where attention's output is added, or would be, layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4,
@@ -1487,6 +1701,11 @@ def validate(
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
 Term = tuple[Tensor | None, Tensor]
 Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, columns) if they are constants
+
+
+ROTARY_BASE = 1024
+YARN_TURNS = (1, 32)
+YARN_SCALE = 0.2
 
 
 class RotaryFamily(NamedTuple):
@@ -1659,8 +1878,10 @@ class GPT(nn.Module):
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
         return self.trunk(looked_up, sequence, windows, banks, fp8_weights)
 
-    @compiled
-    def trunk(  # configure_compiler() names some of its arguments
+    # Only dense attention needs a graph for each window. Another size or number that varies by step must be
+    # named here, or each of its values compiles anew.
+    @compiled(dynamic=("looked_up", "sequence", "windows"))
+    def trunk(
         self,
         looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
@@ -1823,7 +2044,10 @@ class GPT(nn.Module):
             ]
         )
         x = mix([(1 + weights["x"], x), (weights["first"], first), (weights["backout"], backout)])
-        added: list[Term] = [(weights["first after"], first), (weights["ngram after"], streams["ngram"])]
+        added: list[Term] = [
+            (weights["first with output"], first),
+            (weights["ngram with output"], streams["ngram"]),
+        ]
         by_token = {
             name: weights[name] for name in ("resid_attention", "post_attention", "resid_mlp", "post_mlp")
         }
@@ -1940,7 +2164,7 @@ class GPT(nn.Module):
         head: LMHead,
         loss_share: float,
         sampled_columns: Tensor | None = None,
-        pointer_probs: PointerProbs | None = None,
+        pointer_probs: PointerOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the head's forward and backward at once, in chunks of tokens:
 
@@ -1955,7 +2179,7 @@ class GPT(nn.Module):
         92). Targets that are none of them do not count.
 
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
-        x. The remaining backward begins with it, and with pointer_probs.grad, which this writes.
+        x. The remaining backward begins with it, and with pointer_probs.dprobs, which this writes.
         """
         w = self.lm_head
         chunk_size = self.cfg.head_chunk
@@ -2011,20 +2235,20 @@ class GPT(nn.Module):
         k = k.to(x.dtype)
         return PointerInputs(q, k, upcast(q) @ sink * len(sink) ** -0.5)
 
-    def pointer_probs(self, x: Tensor, micro_batch: MicroBatch, window: int) -> PointerProbs | None:
+    def run_pointer(self, x: Tensor, micro_batch: MicroBatch, window: int) -> PointerOutput | None:
         """Returns what the pointer says, of the head's inputs x (T, d); None if the model has no pointer."""
         if not self.cfg.pointer_dim:
             return None
         q, k, sink_scores = self.pointer_inputs(x)
         probs = Pointer.apply(q, k, sink_scores, micro_batch, window, self.backend)
-        return PointerProbs(probs, self.copy_gate_column, grad=torch.empty_like(probs))
+        return PointerOutput(probs, self.copy_gate_column, dprobs=torch.empty_like(probs))
 
     @torch.no_grad()
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         cfg = self.cfg
         x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
-        pointer_probs = self.pointer_probs(x, micro_batch, cfg.pointer_val_window)
+        pointer_probs = self.run_pointer(x, micro_batch, cfg.pointer_val_window)
         losses = []
         for i in range(0, len(x), cfg.head_chunk):
             chunk = slice(i, i + cfg.head_chunk)
@@ -2038,8 +2262,8 @@ class GPT(nn.Module):
         """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`. The whole text
         is computed again.
 
-        Columns of padding keep their probability, as in the loss, so these may sum to less than 1. The copy
-        gate's column has none.
+        Columns of padding keep their probability, as in the loss, so these may sum to less than 1. With a
+        pointer the copy gate's column has none.
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
@@ -2080,16 +2304,18 @@ class GPT(nn.Module):
         """
         cfg, device = self.cfg, self.device
         exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-        freq = (1 / 1024) ** exponents  # radians a position
+        freq = (1 / ROTARY_BASE) ** exponents  # radians a position
         scale = cfg.narrow_attn_scale if layer.narrow_qk else cfg.attn_scale
         windows = [window_tokens(cfg, each.windows)[layer.window] for each in cfg.stages]
         for old, new in zip(windows[:stage], windows[1:]):  # each change of windows up to this stage
             turns = old * freq / (2 * math.pi)
             ratio = old / new
-            # Below 1 full turn in a window a frequency stretches with it, above 32 it stays.
-            keep = ((turns - 1) / (32 - 1)).clamp(0, 1)
+            # Below the first number of turns in a window a frequency stretches with it, above the second it
+            # stays.
+            least, most = YARN_TURNS
+            keep = ((turns - least) / (most - least)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
-            scale *= 0.2 * math.log(new / old) + 1
+            scale *= YARN_SCALE * math.log(new / old) + 1
         positions = torch.arange(2 * self.max_tokens, dtype=freq.dtype, device=device)
         angles = positions[:, None] * freq
         dtype = dtype_of(cfg.dtype)
@@ -2157,7 +2383,82 @@ def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
 
 
 # ============================================================================================================
-# 8  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad.
+# 9  Tools. What several kernels need; scalars on device and host; transposed copies, sums into columns.
+# ============================================================================================================
+
+# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
+# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
+# on one H200.
+
+
+@jit
+def load_fp32(ptrs, mask):
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def tile_offsets(rows, cols, M, N):
+    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
+    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return offs, (rows[:, None] < M) & (cols[None, :] < N)
+
+
+@jit
+def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
+    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
+
+    Sums are fp32. Rows beyond M and N wrap around, so that loads stay inside a and b. The caller's mask drops
+    their products.
+    """
+    k = tl.arange(0, BLOCK_K)
+    left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
+    right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
+    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+        right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+        left += BLOCK_K * a_k
+        right += BLOCK_K * b_k
+    return total
+
+
+@cache
+def device_scalar(value: float, device: torch.device) -> Tensor:
+    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    return torch.full((), value, device=device)
+
+
+def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """Returns a 0-d tensor on the CPU of what changes by step, so that compiled code does not recompile."""
+    return torch.tensor(value, dtype=dtype)
+
+
+@compiled
+def write_transpose(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
+
+
+def transposed_copy(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    write_transpose(out := x.new_empty(x.T.shape), x)
+    return out
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
+
+
+# ============================================================================================================
+# 10  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad.
 # ============================================================================================================
 
 
@@ -2241,9 +2542,9 @@ def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
 
 
 # ============================================================================================================
-# 9  Layers. This and the next sections have of each operation its formula, its form in plain torch, and,
+# 11  Layers. This and the next sections have of each operation its formula, its form in plain torch, and,
 #    where it has one, its Triton kernel, with what launches that for the arguments of the plain form. The
-#    Backend (section 19) chooses; but norm, mix and rotate have no kernels, and choose by themselves.
+#    Backend (section 21) chooses; but norm, mix and rotate have no kernels, and choose by themselves.
 # ============================================================================================================
 
 
@@ -2447,7 +2748,7 @@ class TiledAttention(torch.autograd.Function):
 
 
 def tiles_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns tiles (H * tiles, size, D) of t (T, H, D), with the dtype and number of `like`.
+    """Returns tiles (H * tiles, size, D) of t (T, H, D), of the dtype of `like`, and as many.
 
     A tile is QUERY_TILE rows of a head, after the size - QUERY_TILE rows before them. Tiles overlap, so
     the result is a view. Rows before the first head and after T are zeros.
@@ -2489,53 +2790,12 @@ def flash_attention(
 
 
 # ============================================================================================================
-# 10  FP8. Scales, casts, products.
+# 12  FP8. Scales, casts, products.
 #
 # A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
 # * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
 # needed in two layouts, x and x^T.
 # ============================================================================================================
-
-# ---- What several kernels need -----------------------------------------------------------------------------
-
-# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
-# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
-# on one H200.
-
-
-@jit
-def load_fp32(ptrs, mask):
-    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
-def tile_offsets(rows, cols, M, N):
-    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
-    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    return offs, (rows[:, None] < M) & (cols[None, :] < N)
-
-
-@jit
-def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
-    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
-
-    Sums are fp32. Rows beyond M and N wrap around, so that loads stay inside a and b. The caller's mask drops
-    their products.
-    """
-    k = tl.arange(0, BLOCK_K)
-    left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
-    right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-        right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
-        left += BLOCK_K * a_k
-        right += BLOCK_K * b_k
-    return total
-
-
-# ---- Scales and casts --------------------------------------------------------------------------------------
 
 
 E4M3_MAX = 448.0  # more digits: activations and weights
@@ -2571,13 +2831,14 @@ FP8_SCALE_PLACES = {
     "square": (RESULT, 0),
     "da": (RESULT, 1),
 }
-# For kernels: how many scales lie before these rows.
-WEIGHT_AT = tl.constexpr(2 * WEIGHT)
-RESULT_AT = tl.constexpr(2 * RESULT)
+# For kernels: where these rows of FP8MLP.scales begin, in steps of SCALE_STEP. A row has two scales.
+WEIGHT_ROW_AT = tl.constexpr(2 * WEIGHT)
+RESULT_ROW_AT = tl.constexpr(2 * RESULT)
 
 
 class FP8MLP(NamedTuple):
-    """An MLP's weights in FP8, and the scales of what it computes with; until split(), all MLPs', stacked.
+    """An MLP's operands in FP8: weights, scales, maxima. FP8MLPState.begin_step() returns all MLPs' stacked,
+    and split() takes them apart.
 
     square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
     """
@@ -2590,8 +2851,8 @@ class FP8MLP(NamedTuple):
     i: int = 0  # which MLP this is
 
     def split(self) -> Iterator[FP8MLP]:
-        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
-        tensor a part begins that a Triton kernel changes.
+        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor loses a view's offset
+        if a Triton kernel writes through the view.
         """
         parts = zip(self.weights, self.weights_T, self.scales)
         for i, (weights, weights_T, scales) in enumerate(parts):
@@ -2634,7 +2895,8 @@ def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
     tl.store(out_T + offs_T, codes_T, mask=mask_T)
 
 
-# The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
+# Scales are views of one array, so their addresses may be aligned differently: without this option Triton
+# would compile for each alignment.
 @jit(do_not_specialize_on_alignment=["scale"])
 def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
     """Converts a tile of x times 1 / scale. That is exact if the scale is a power of 2: those of h and dy
@@ -2726,8 +2988,8 @@ class FP8MLPState:
         self.scales = scales[:, :, :, :1]  # FP8MLP.scales of every MLP
         self.amax = torch.zeros(mlps, 2, device=device)  # FP8MLP.amax
         self.weight_amax = torch.zeros(mlps, 2, device=device)  # of fc and proj, in the step before
-        margins = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]
-        self.margins = torch.tensor(margins, device=device)  # of square and da
+        per_amax = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]  # of square and da
+        self.scale_per_amax = torch.tensor(per_amax, device=device)
 
     @torch.no_grad()
     def begin_step(self, bank: Tensor, exact: bool) -> FP8MLP:
@@ -2750,22 +3012,19 @@ class FP8MLPState:
         scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
         # 0, infinity and NaN leave the scale. In step 0 all of da is 0, because proj is.
         is_known = (amax > FP8_MIN_AMAX) & (amax < math.inf)
-        scales.copy_(torch.where(is_known, amax * self.margins, scales))
-
-
-@cache
-def device_scalar(value: float, device: torch.device) -> Tensor:
-    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
-    return torch.full((), value, device=device)
+        scales.copy_(torch.where(is_known, amax * self.scale_per_amax, scales))
 
 
 # ============================================================================================================
-# 11  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
+# 13  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
 # ============================================================================================================
 
 
 class MLP(torch.autograd.Function):
-    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
+    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
+
+    weights: the BankWeights of fc and proj, for their main_grad. fc_w and proj_w: their matrices, for
+    autograd.
 
     relu_square() says how to write another activation.
 
@@ -2829,8 +3088,8 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
 def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
 
-    The root is not rounded, except in bf16 on a CPU, where that takes half the time; rounded, it is
-    relu(h fc^T) again.
+    sqrt(square) is kept in at least fp32. In bf16 on a CPU it is rounded, which gives relu(h fc^T) again and
+    takes half the time.
     """
     if square.dtype == torch.bfloat16 and not square.is_cuda:
         root = square.sqrt()
@@ -2900,14 +3159,14 @@ def relu_square_kernel(
         # Rows of `scales`: a, b, result. Columns: forward, backward. The scale of `square` is that of the
         # forward's result.
         scale = scales if square is None else scales + SCALE_STEP
-        product *= tl.load(scale) * tl.load(scale + WEIGHT_AT * SCALE_STEP)
+        product *= tl.load(scale) * tl.load(scale + WEIGHT_ROW_AT * SCALE_STEP)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(scales + RESULT_AT * SCALE_STEP)
+            squares *= tl.load(scales + RESULT_ROW_AT * SCALE_STEP)
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -2915,7 +3174,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        codes = result * (1 / tl.load(scale + RESULT_AT * SCALE_STEP))
+        codes = result * (1 / tl.load(scale + RESULT_ROW_AT * SCALE_STEP))
         store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
@@ -2975,13 +3234,12 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 
 
 # ============================================================================================================
-# 12  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
+# 14  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
 #
 # softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
-# in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of mixture(),
-# and of its gradients in softcap_loss and its kernel. To add a term of training alone, such as a z-loss, edit
-# softcap_loss, with and without the pointer, and its kernel. Multiply it by loss_weights[0], which contains
-# loss_share.
+# in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of mixture() and
+# mixture_grad(). To add a term of training alone, such as a z-loss, edit softcap_loss, with and without the
+# pointer, and its kernel. Multiply it by loss_weights[0], which contains loss_share.
 # ============================================================================================================
 
 
@@ -2990,8 +3248,8 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 
 @compiled
 def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Returns the next `count` tokens of each position, (T, count) int64, from the next one alone, `targets`
-    (T,). -1: there is none. With `prefixes` (V,), a last column has the next token's prefix.
+    """Returns the next `count` tokens of each position, (T, count) int64, given the next one, targets (T,).
+    -1: there is none. With `prefixes` (V,), a last column has the next token's prefix.
     """
     columns = []
     for k in range(count):
@@ -3010,12 +3268,25 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 
 
 def mixture(p_vocab, gate, not_gate, p_copy, p_sink):
-    """Mixes the head's probabilities p_vocab with the pointer's. Returns p, and the head's part of it.
+    """Mixes the head's probabilities p_vocab with the pointer's. Returns p, the head's part of it, and
+    dp/dz_gate. Also a part of the kernel.
 
-    Also a part of the kernel. not_gate is 1 - gate, but not subtracted: near 0 that has no digits.
+    not_gate is 1 - gate, but not subtracted: near 0 that has no digits.
     """
     p_head = p_vocab * (not_gate + gate * p_sink)
-    return p_head + gate * p_copy, p_head
+    gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
+    return p_head + gate * p_copy, p_head, gate_slope
+
+
+def mixture_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
+    """Returns gradients of the loss -weight log p. Also a part of the kernel.
+
+    They are with respect to p_copy; to p_sink; to z_gate; and of the other columns' z, what is subtracted at
+    the target, and what multiplies the softmax without the gate.
+    """
+    dp_copy = -weight_over_p * gate
+    dz_gate = -weight_over_p * gate_slope
+    return dp_copy, dp_copy * p_vocab, dz_gate, weight_over_p * p_head, weight_over_p * (p_head + gate_slope)
 
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
@@ -3023,15 +3294,15 @@ def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
     return (upcast(logits) + cap.shift).div_(cap.span).sigmoid_()
 
 
-class PointerProbs(NamedTuple):
+class PointerOutput(NamedTuple):
     """What the copy pointer says of the next tokens of n positions."""
 
     probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
     copy_gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
-    grad: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
+    dprobs: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
 
-    def chunk(self, chunk: slice) -> PointerProbs:
-        return self._replace(probs=self.probs[:, chunk], grad=self.grad[:, chunk])
+    def chunk(self, chunk: slice) -> PointerOutput:
+        return self._replace(probs=self.probs[:, chunk], dprobs=self.dprobs[:, chunk])
 
 
 PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
@@ -3042,7 +3313,7 @@ def softcap_loss(
     targets: Tensor,
     loss_weights: Tensor,
     fp8_scale: float = 0.0,
-    pointer_probs: PointerProbs | None = None,
+    pointer_probs: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> tuple[Tensor, ...]:
     """Returns each row's loss, the weighted sum of the cross-entropies of its targets after the softcap, and
@@ -3078,7 +3349,7 @@ def softcap_loss(
     if pointer_probs is None:
         sum_exp = exp_z.sum(dim=-1, keepdim=True)
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
-        exp_z_weight = slope * sum_weights / sum_exp
+        dz_per_exp_z = sum_weights / sum_exp
         dz_at_targets = target_weights
     else:
         copy_gate_column = pointer_probs.copy_gate_column
@@ -3091,22 +3362,20 @@ def softcap_loss(
         not_gate = sum_vocab / sum_exp
         p_copy, p_sink = pointer_probs.probs[..., None]
         p_vocab = (cap.scale * target_s[:, :1]).exp() / sum_vocab
-        p, p_head = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+        p, p_head, gate_slope = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
         p = p + PROB_FLOOR
-        gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
         first_weight = target_weights[:, :1]
         other_weights = sum_weights - first_weight
         losses[:, :1] = -first_weight * p.log()
-        weight_over_p = first_weight / p
-        pointer_probs.grad.copy_(
-            torch.stack([-weight_over_p * gate, -weight_over_p * gate * p_vocab])[..., 0]
+        dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mixture_grad(
+            first_weight / p, p_vocab, gate, p_head, gate_slope
         )
-        softmax_weights = weight_over_p * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp
-        exp_z_weight = slope * softmax_weights
-        dz_at_targets = torch.cat([weight_over_p * p_head, target_weights[:, 1:]], 1)
+        pointer_probs.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
+        dz_per_exp_z = softmax_weight / sum_vocab + other_weights / sum_exp
+        dz_at_targets = torch.cat([dz_at_first, target_weights[:, 1:]], 1)
         gate_s = s[:, copy_gate_column]
-        dz_gate = other_weights * gate - weight_over_p * gate_slope
-    grad = (1 - s).mul_(s).mul_(exp_z).mul_(exp_z_weight)
+        dz_gate = other_weights * gate + dz_gate
+    grad = (1 - s).mul_(s).mul_(exp_z).mul_(slope * dz_per_exp_z)
     grad.scatter_add_(1, target_ids, -slope * dz_at_targets * target_s * (1 - target_s))
     if pointer_probs is not None:
         grad.index_copy_(1, copy_gate_column, slope * dz_gate * gate_s * (1 - gate_s))
@@ -3117,6 +3386,7 @@ def softcap_loss(
 
 
 mixture_in_kernel = jit(mixture)
+mixture_grad_in_kernel = jit(mixture_grad)
 FLOOR = tl.constexpr(PROB_FLOOR)
 LOG2_E = tl.constexpr(math.log2(math.e))  # exp2 takes half of the instructions of exp
 
@@ -3140,7 +3410,7 @@ def softcap_loss_kernel(
     V,
     logits_stride,
     pointer_probs,
-    pointer_grad,
+    pointer_dprobs,
     copy_gate_column,
     pointer_stride,
     K: tl.constexpr,
@@ -3152,8 +3422,9 @@ def softcap_loss_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the losses and the gradient of ROWS rows, with most of softcap_loss's names.
+    """Computes the losses and the gradient of ROWS rows, with softcap_loss's names.
 
+    softmax_weight is dz_per_exp_z times the sum of exp(z), dz_at_first the first column of dz_at_targets.
     grad_mul: s (1 - s) times this is dz/dlogits, divided by fp8_scale if there is one.
     z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
     write the same numbers.
@@ -3181,7 +3452,7 @@ def softcap_loss_kernel(
     lse = tl.log(sum_exp)
 
     loss = 0.0
-    cross_entropy_weight = 0.0  # of all targets but one that is mixed with the pointer
+    other_weights = 0.0  # of all targets but one that is mixed with the pointer
     softmax_weight = 0.0
     for k in tl.static_range(K):
         target = tl.load(targets + k)
@@ -3189,36 +3460,35 @@ def softcap_loss_kernel(
         weight = tl.load(loss_weights + k) * (target >= 0)
         if k > 0 or pointer_probs is None:
             loss += weight * (lse - z)
-            cross_entropy_weight += weight
+            other_weights += weight
         else:
             p_copy = tl.load(pointer_probs + rows)
             p_sink = tl.load(pointer_probs + pointer_stride + rows)
             gate = exp_gate / sum_exp
             not_gate = sum_vocab / sum_exp
             p_vocab = tl.exp(z) / sum_vocab
-            p, p_head = mixture_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
+            p, p_head, gate_slope = mixture_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
             p += FLOOR
-            gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
             loss -= weight * tl.log(p)
-            weight_over_p = weight / p
-            tl.store(pointer_grad + rows, -weight_over_p * gate)
-            tl.store(pointer_grad + pointer_stride + rows, -weight_over_p * gate * p_vocab)
-            softmax_weight = weight_over_p * (p_head + gate_slope) / not_gate
-            first_dz_weight = weight_over_p * p_head
-            dz_gate = -weight_over_p * gate_slope
+            dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mixture_grad_in_kernel(
+                weight / p, p_vocab, gate, p_head, gate_slope
+            )
+            tl.store(pointer_dprobs + rows, dp_copy)
+            tl.store(pointer_dprobs + pointer_stride + rows, dp_sink)
+            softmax_weight = softmax_weight / not_gate
     tl.store(losses + rows, loss)
 
-    softmax_weight += cross_entropy_weight
+    softmax_weight += other_weights
     for start in range(0, V, BLOCK):
         cols = start + offs
         s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
         softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
         dz = softmax_weight * softmax
         for k in tl.static_range(K):
-            target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else first_dz_weight
+            target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else dz_at_first
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
         if pointer_probs is not None:
-            dz = tl.where(cols == gate_col, dz_gate + cross_entropy_weight * softmax, dz)
+            dz = tl.where(cols == gate_col, dz_gate + other_weights * softmax, dz)
         g = dz * (s * (1 - s) * grad_mul)
         g = tl.clamp(g, -grad_max, grad_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
         tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
@@ -3237,7 +3507,7 @@ def triton_softcap_loss(
     targets: Tensor,
     loss_weights: Tensor,
     fp8_scale: float = 0.0,
-    pointer_probs: PointerProbs | None = None,
+    pointer_probs: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
@@ -3251,8 +3521,8 @@ def triton_softcap_loss(
         tiles = LOSS_TILES["row"]
     pointer_args: tuple = (None,) * 4
     if pointer_probs is not None:
-        probs, copy_gate_column, grad_of_probs = pointer_probs
-        pointer_args = probs, grad_of_probs, copy_gate_column, probs.stride(0)
+        probs, copy_gate_column, dprobs = pointer_probs
+        pointer_args = probs, dprobs, copy_gate_column, probs.stride(0)
     softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
         logits,
         targets,
@@ -3279,7 +3549,7 @@ def triton_softcap_loss(
 def next_token_losses(
     logits: Tensor,
     targets: Tensor,
-    pointer_probs: PointerProbs | None = None,
+    pointer_probs: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> Tensor:
     """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_probs
@@ -3296,7 +3566,7 @@ def next_token_losses(
     gate, not_gate, z = split_copy_gate(z, pointer_probs.copy_gate_column)
     p_vocab = (-F.cross_entropy(z, targets, reduction="none")).exp()
     p_copy, p_sink = pointer_probs.probs
-    p, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+    p, _, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
     return -(p + PROB_FLOOR).log()
 
 
@@ -3304,7 +3574,8 @@ def all_mixed_probs(
     z: Tensor, inputs: PointerInputs, micro_batch: MicroBatch, window: int, copy_gate_column: Tensor
 ) -> Tensor:
     """Returns the mixture's probability of each token after the last position, (V,): of all targets what
-    next_token_losses has of one. z (1, V): that position's softcapped logits. inputs: of all positions.
+    next_token_losses has of one, but without PROB_FLOOR. z (1, V): that position's softcapped logits. inputs:
+    of all positions.
     """
     gate, not_gate, z = split_copy_gate(z, copy_gate_column)
     p_vocab = z.softmax(1)[0]
@@ -3313,7 +3584,7 @@ def all_mixed_probs(
     p_pointer = torch.cat([inputs.sink_scores[last:], scores[0]]).softmax(0)
     p_sink, p_source = p_pointer[:1], p_pointer[1:]
     p_copy = torch.zeros_like(p_vocab).index_add_(0, micro_batch.inputs[sources], p_source)
-    p, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+    p, _, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
     return p
 
 
@@ -3343,6 +3614,9 @@ def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor
 #     dscore_ij = exp(score_ij - lse_i) ([token_j = target_i] dp_copy_i - mean_i)
 
 
+POINTER_QUERIES = 256  # memory holds the scores of so many queries at a time
+
+
 class PointerInputs(NamedTuple):
     q: Tensor  # (T, pointer_dim)
     k: Tensor  # (T, pointer_dim)
@@ -3360,9 +3634,9 @@ def pointer_tiles(
     T, D = q.shape
     first = first_seen(micro_batch.cu_seqlens, T, window)
     positions = torch.arange(T, device=q.device)
-    for i in range(first_query, T, 256):  # memory holds the scores of so many queries at a time
-        queries = slice(i, i + 256)
-        sources = slice(max(0, i - window), i + 256)
+    for i in range(first_query, T, POINTER_QUERIES):
+        queries = slice(i, i + POINTER_QUERIES)
+        sources = slice(max(0, i - window), i + POINTER_QUERIES)
         seen = (first[queries, None] <= positions[sources]) & (positions[sources] < positions[queries, None])
         scores = upcast(q[queries]) @ upcast(k[sources]).T * D**-0.5
         scores.masked_fill_(~seen, -math.inf)
@@ -3371,7 +3645,7 @@ def pointer_tiles(
 
 @torch.no_grad()
 def pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
-    """Returns PointerProbs.probs (2, T), and lse (T,)."""
+    """Returns PointerOutput.probs (2, T), and lse (T,)."""
     sink_scores = inputs.sink_scores
     probs = sink_scores.new_empty(2, len(sink_scores))
     lse = torch.empty_like(sink_scores)
@@ -3389,26 +3663,26 @@ def pointer_grad(
     window: int,
     probs: Tensor,
     lse: Tensor,
-    probs_grad: Tensor,
+    dprobs: Tensor,
 ) -> PointerInputs:
     """Returns the gradients of the inputs, given pointer()'s arguments, its results, and the gradient of its
     probabilities (2, T).
     """
     q, k, sink_scores = inputs
     scale = q.size(1) ** -0.5
-    mean = (probs * probs_grad).sum(0)
+    mean = (probs * dprobs).sum(0)
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=sink_scores.dtype)
     for queries, sources, scores, holds_target in pointer_tiles(inputs, micro_batch, window):
-        dscores = holds_target * probs_grad[0, queries, None] - mean[queries, None]
+        dscores = holds_target * dprobs[0, queries, None] - mean[queries, None]
         dscores *= scores.sub_(lse[queries, None]).exp_().mul_(scale)
         dq[queries] = dscores @ upcast(k[sources])
         dk[sources] += dscores.T @ upcast(q[queries])
-    return PointerInputs(dq, dk.to(k.dtype), probs[1] * (probs_grad[1] - mean))
+    return PointerInputs(dq, dk.to(k.dtype), probs[1] * (dprobs[1] - mean))
 
 
 class Pointer(torch.autograd.Function):
-    """Computes PointerProbs.probs of the PointerInputs by the Backend's pointer() and pointer_grad()."""
+    """Computes PointerOutput.probs of the PointerInputs by the Backend's pointer() and pointer_grad()."""
 
     @staticmethod
     def forward(ctx, q, k, sink_scores, micro_batch, window, backend):
@@ -3520,8 +3794,9 @@ POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 
 
 @compiled
-def pointer_bounds(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """Returns (4, T) int32: each query's first source; the end of each source's queries; tokens; targets. A
+def pointer_index_rows(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """Returns what the kernels index by, (4, T) int32: each query's first source; the end of each source's
+    queries; tokens; targets. A
     query's sources end before it; a source's queries begin after it.
     """
     positions = torch.arange(len(tokens), device=tokens.device)
@@ -3532,8 +3807,9 @@ def pointer_bounds(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: 
 
 
 def triton_pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
-    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
-    first, _, tokens, targets = bounds
+    first, _, tokens, targets = pointer_index_rows(
+        micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window
+    )
     q, k = inputs.q.contiguous(), inputs.k.contiguous()
     T, D = q.shape
     out = inputs.sink_scores.new_empty(3, T)
@@ -3548,23 +3824,129 @@ def triton_pointer_grad(
     window: int,
     probs: Tensor,
     lse: Tensor,
-    probs_grad: Tensor,
+    dprobs: Tensor,
 ) -> PointerInputs:
-    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
-    first, end, tokens, targets = bounds
+    first, end, tokens, targets = pointer_index_rows(
+        micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window
+    )
     q, k = inputs.q.contiguous(), inputs.k.contiguous()
     T, D = q.shape
-    mean = (probs * probs_grad).sum(0)
+    mean = (probs * dprobs).sum(0)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    per_query = lse, mean, probs_grad[0]
+    per_query = lse, mean, dprobs[0]
     kernel = pointer_grad_kernel[(triton.cdiv(T, POINTER_TILES["BLOCK"]),)]
     kernel(q, k, first, targets, tokens, *per_query, dq, T, False, D, **POINTER_TILES)
     kernel(k, q, end, tokens, targets, *per_query, dk, T, True, D, **POINTER_TILES)
-    return PointerInputs(dq, dk, probs[1] * (probs_grad[1] - mean))
+    return PointerInputs(dq, dk, probs[1] * (dprobs[1] - mean))
 
 
 # ============================================================================================================
-# 13  Optimizer. Has the objects of section 14 and the table of n-grams, and runs their scatter, update and
+# 15  Collectives of one process group, asynchronous: each returns a Pending, whose wait() returns the result.
+# ============================================================================================================
+
+
+# torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending(NamedTuple):
+    """The result of a collective that is under way: wait() returns it."""
+
+    result: Tensor
+    handle: dist.Work | None = None
+    finish: Callable[[Tensor], typing.Any] | None = None  # completes the result after its arrival
+
+    def wait(self) -> Tensor:
+        if self.handle is not None:
+            with traced("waiting"):
+                self.handle.wait()
+        return self.result if self.finish is None else self.finish(self.result)
+
+
+def rank_order_mean(parts: Tensor) -> Tensor:
+    """Returns the mean over the first axis of `parts` (n, ...), summed from 0 in order, in at least fp32."""
+    total = torch.zeros_like(parts[0], dtype=torch.promote_types(parts.dtype, torch.float32))
+    for part in parts:
+        total += part
+    return total.div_(len(parts))
+
+
+@dataclass
+class Collectives:
+    """Collectives of one process group; with one rank nothing is communicated.
+
+    Every rank must make the same calls in the same order, from one thread. `name` and `label` say what a
+    call sends: tests and benchmarks count by them.
+    """
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")  # where the group's tensors must be
+
+    def __post_init__(self):
+        self.options = {"group": self.group, "async_op": True}
+
+    def block(self, t: Tensor) -> Tensor:
+        """Returns this rank's block of t's first axis, a view."""
+        return t.chunk(self.world_size)[self.rank]
+
+    def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
+        """Averages `grad` over ranks; each gets its own block.
+
+        NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` as many bytes go by
+        all-to-all, and are summed in rank order in at least fp32, which the result has, too. Otherwise, and
+        with one rank, the result has grad's dtype.
+        """
+        if self.world_size == 1:
+            return Pending(grad)
+        out = torch.empty_like(self.block(grad))
+        if in_rank_order:
+            parts = out.new_empty((self.world_size, *out.shape))
+            handle = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
+            return Pending(parts, handle, rank_order_mean)
+        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
+
+    def all_to_all(
+        self,
+        label: str,
+        name: str,
+        rows: Tensor,
+        input_splits: list[int],
+        output_splits: list[int],
+        out: Tensor | None = None,
+    ) -> Pending:
+        """Sends rows (sum(input_splits), ...), by receiver; returns those sent here, by sender, in `out`."""
+        if self.world_size == 1:
+            return Pending(rows if out is None else out.copy_(rows))
+        if out is None:
+            out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+        return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
+
+    def all_gather(self, name: str, t: Tensor) -> Pending:
+        """Fills t, of which each rank has updated its own block, from all ranks."""
+        if self.world_size == 1:
+            return Pending(t)
+        return Pending(t, _all_gather(t, self.block(t), **self.options))
+
+    def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
+        return Pending(t, None if self.world_size == 1 else dist.all_reduce(t, op, **self.options))
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self.from_rank_0(None)
+
+    def from_rank_0(self, value):
+        """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, self.group)
+        return values[0]
+
+
+# ============================================================================================================
+# 16  Optimizer. Has the objects of section 17 and the table of n-grams, and runs their scatter, update and
 #    gather in explicit orders. In a step:
 #
 #                   ShardedParam's subclasses                   NgramTable
@@ -3591,10 +3973,10 @@ class Optimizer:
     """
 
     def __init__(
-        self, cfg: Config, tensors: dict[str, Tensor], exchange: Exchange, backend: Backend | None = None
+        self, cfg: Config, tensors: dict[str, Tensor], comm: Collectives, backend: Backend | None = None
     ):
         self.cfg = cfg
-        self.exchange = exchange
+        self.comm = comm
         self.backend = backend or TORCH_BACKEND
         self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
         groups = defaultdict(list)
@@ -3604,27 +3986,28 @@ class Optimizer:
                 groups[group_key].append(spec)
             else:
                 kind = PARAM_CLASSES[spec.kind]
-                self.params[spec.name] = kind(spec, tensors[spec.name], cfg, exchange, self.backend)
+                self.params[spec.name] = kind(spec, tensors[spec.name], cfg, comm, self.backend)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             parts = [tensors[spec.name] for spec in group]
-            self.params[f"small_{i}"] = SmallParams(f"small_{i}", group, parts, cfg, exchange)
-        self.ngrams = make_ngram_table(cfg, exchange, self.backend)
+            self.params[f"small_{i}"] = SmallParams(f"small_{i}", group, parts, cfg, comm)
+        self.ngrams = make_ngram_table(cfg, comm, self.backend)
         self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
             self.trainables = {"ngrams": self.ngrams} | self.trainables
-        self.batch: Batch | None = None  # the one that begin_batch() got last
+        self.batch: Batch | None = None  # the one that ensure_batch() got last
         self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
         self.last_plan: StepPlan | None = None  # of the step before, whose averages have not ticked yet
 
     @torch.no_grad()
-    def begin_batch(self, batch: Batch | None) -> None:
-        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. A step that
-        updates the n-grams does this for the next batch. None: no batch is left.
+    def ensure_batch(self, batch: Batch | None) -> None:
+        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams; not again if that
+        is done. train_step() calls it when a step begins; a step that updates the n-grams has called it
+        already, for the next batch. None: no batch is left.
         """
         if batch is None or batch is self.batch:
             return
-        self.batch, self.routes = batch, move(batch.routes, self.exchange.device)
+        self.batch, self.routes = batch, move(batch.routes, self.comm.device)
         if "ngrams" in self.routes:
             self.ngrams.start_fetch(self.routes["ngrams"])
 
@@ -3643,7 +4026,7 @@ class Optimizer:
         """Returns the banks, by name, as matrix products take them."""
         return {name: param.weight() for name, param in self.params.items() if param.spec.kind == "bank"}
 
-    def accumulates(self) -> tuple[bool, ...]:
+    def accumulate_flags(self) -> tuple[bool, ...]:
         """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there.
 
         A backward reads this on the host, so a CUDA graph is of one such state.
@@ -3660,7 +4043,7 @@ class Optimizer:
         """
         assert not any(trainable.in_flight for trainable in self.trainables.values())
         head, embed = self.params.get("lm_head"), self.params.get("embed")
-        # Now, because begin_batch() below replaces self.routes by those of the next batch.
+        # Now, because ensure_batch() below replaces self.routes by those of the next batch.
         for param in self.params.values():
             if isinstance(param, EmbeddingParam):
                 param.routes = self.routes.get(param.name)
@@ -3686,7 +4069,7 @@ class Optimizer:
                     trainable.update(grad, plan)
                 trainable.clear()
                 if trainable is self.ngrams:
-                    self.begin_batch(next_batch())
+                    self.ensure_batch(next_batch())
                 else:
                     trainable.gather()
                 if plan.tied and trainable is head:
@@ -3735,9 +4118,9 @@ class Optimizer:
 
 
 # ============================================================================================================
-# 14  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
+# 17  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
 #    owns the gradient, from the backward that adds to it to the gather of what its update changes: section
-#    13 has a table of what is called when.
+#    16 has a table of what is called when.
 # ============================================================================================================
 
 
@@ -3759,7 +4142,7 @@ class Trainable:
     spec: ParamSpec | Ngrams
     name: str
     update_order: int
-    exchange: Exchange
+    comm: Collectives
     backend: Backend
     main_grad: Tensor | None  # None: autograd's, of a bank with Config.main_grad=false
     in_flight: Pending | None = None  # a gather, or a fetch, until somebody waits for it
@@ -3767,13 +4150,13 @@ class Trainable:
     def is_due(self, plan: StepPlan) -> bool:
         return plan.is_update_step(self.spec.update_every)
 
-    def clear(self) -> None:
-        """Begins a new sum of the gradient, after an update."""
+    def drop_grad(self) -> None:
+        """Begins a new sum of the gradient, whatever has been added since the last update."""
         self.main_grad.zero_()
 
-    def drop_grad(self) -> None:
-        """Begins a new sum, whatever has been added since the last update."""
-        self.main_grad.zero_()
+    def clear(self) -> None:
+        """Begins a new sum after an update. Subclasses may zero only the rows that update() has read."""
+        self.drop_grad()
 
     def wait(self) -> None:
         """Ends the gather or the fetch, if one is under way."""
@@ -3797,24 +4180,30 @@ class ShardedParam(Trainable):
         spec: ParamSpec,
         p: Tensor,
         cfg: Config,
-        exchange: Exchange,
+        comm: Collectives,
         backend: Backend | None = None,
     ):
         self.spec = spec
         self.p = p
         self.cfg = cfg
-        self.exchange = exchange
+        self.comm = comm
         self.backend = backend or TORCH_BACKEND
         self.name = spec.name
         self.update_order = spec.update_order
-        self.block = exchange.block(p.detach())  # the part of p that this rank updates, a view
+        self.block = comm.block(p.detach())  # the part of p that this rank updates, a view
         self.rule = UPDATE_RULES[spec.optimizer]
-        self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
+        self.state = self.rule.init(self.block, spec, acc_dtype(cfg), comm.rank * len(self.block))
         self.averages = []
         for i, average in enumerate(cfg.averages):
             if spec.name in average.params and tick_rates(average, cfg.steps):
                 value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
                 self.averages.append(RunningAverage(i, average, value))
+        self.allocate_grad()
+
+    def allocate_grad(self) -> None:
+        """Allocates main_grad, if the gradient is written there, and not summed by autograd."""
+        self.main_grad = torch.zeros_like(self.p)
+        self.p.requires_grad_(False)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward, after which tables get their gradients.
@@ -3834,7 +4223,7 @@ class ShardedParam(Trainable):
 
     def scatter(self) -> Pending:
         """Starts the mean of the gradient over ranks. Each gets that of its block."""
-        return self.exchange.reduce_scatter(self.name, self.grad(), self.spec.reduction == "fp32")
+        return self.comm.reduce_scatter(self.name, self.grad(), self.spec.reduction == "fp32")
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the block by its mean gradient."""
@@ -3843,7 +4232,7 @@ class ShardedParam(Trainable):
     def gather(self) -> None:
         """Starts to complete the parameter from the ranks' blocks."""
         with traced(f"gather {self.name}"):
-            self.in_flight = self.exchange.all_gather(self.name, self.p.detach())
+            self.in_flight = self.comm.all_gather(self.name, self.p.detach())
 
     def tick(self, rates: tuple[float, ...]) -> None:
         """Moves averages towards the block, by StepPlan.average_rates. Here and in apply_averages a bf16
@@ -3875,7 +4264,7 @@ class ShardedParam(Trainable):
             p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
 
     def state_dict(self) -> dict:
-        """Returns what this rank alone has of it, all but the gradient; not copied."""
+        """Returns this rank's block, the rule's state and the averages, not copied."""
         averages = [average.value for average in self.averages]
         return {"block": self.block, "state": self.state, "averages": averages}
 
@@ -3892,14 +4281,13 @@ class SmallParams(ShardedParam):
         specs: list[ParamSpec],
         params: list[Tensor],
         cfg: Config,
-        exchange: Exchange,
+        comm: Collectives,
     ):
         # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
         sizes = [padded(p.numel(), 8) for p in params]
-        padding = -sum(sizes) % (8 * exchange.world_size)
+        padding = -sum(sizes) % (8 * comm.world_size)
         vector = params[0].new_zeros(sum(sizes) + padding)
-        super().__init__(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, cfg, exchange)
-        self.main_grad = torch.zeros_like(vector)
+        super().__init__(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, cfg, comm)
         values, grads = vector.split(sizes + [padding]), self.main_grad.split(sizes + [padding])
         for p, value, grad in zip(params, values, grads):
             value[: p.numel()].copy_(p.detach().flatten())
@@ -3908,7 +4296,7 @@ class SmallParams(ShardedParam):
         muls = [self.rule.muls(spec) for spec in specs] + [(0.0, 0.0)]  # padding has none
         entry_muls = torch.tensor(muls, dtype=acc_dtype(cfg))
         entry_muls = entry_muls.repeat_interleave(torch.tensor(sizes + [padding]), 0)
-        self.state["muls"] = exchange.block(entry_muls).T.contiguous().to(vector.device)
+        self.state["muls"] = comm.block(entry_muls).T.contiguous().to(vector.device)
 
 
 class DenseParam(ShardedParam):
@@ -3919,18 +4307,10 @@ class DenseParam(ShardedParam):
     A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
     """
 
-    def __init__(
-        self,
-        spec: ParamSpec,
-        p: Tensor,
-        cfg: Config,
-        exchange: Exchange,
-        backend: Backend | None = None,
-    ):
-        super().__init__(spec, p, cfg, exchange, backend)
-        by_autograd = spec.kind == "bank" and not cfg.main_grad
-        self.main_grad = None if by_autograd else torch.zeros_like(p)
-        p.requires_grad_(by_autograd)
+    def allocate_grad(self) -> None:
+        by_autograd = self.spec.kind == "bank" and not self.cfg.main_grad
+        self.main_grad = None if by_autograd else torch.zeros_like(self.p)
+        self.p.requires_grad_(by_autograd)
         self.accumulate = torch.tensor(False)
 
     def weight(self) -> BankWeight:
@@ -3944,12 +4324,9 @@ class DenseParam(ShardedParam):
         if self.main_grad is not None:
             super().end_backward()
 
-    def clear(self) -> None:
+    def drop_grad(self) -> None:
         self.p.grad = None
         self.accumulate = torch.tensor(False)
-
-    def drop_grad(self) -> None:
-        self.clear()
 
 
 class EmbeddingParam(ShardedParam):
@@ -3960,18 +4337,9 @@ class EmbeddingParam(ShardedParam):
 
     routes: RowRoutes | None = None  # of the touched rows, in a step that updates the table; on the device
 
-    def __init__(
-        self,
-        spec: ParamSpec,
-        p: Tensor,
-        cfg: Config,
-        exchange: Exchange,
-        backend: Backend | None = None,
-    ):
-        super().__init__(spec, p, cfg, exchange, backend)
-        p.requires_grad_(False)
-        self.main_grad = torch.zeros_like(p)
-        self.rows_by = spec.rows_by
+    def allocate_grad(self) -> None:
+        super().allocate_grad()
+        self.rows_by = self.spec.rows_by
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
@@ -3983,15 +4351,15 @@ class EmbeddingParam(ShardedParam):
         if self.spec.exchange == "reduce_scatter":
             return super().scatter()
         rows = self.take_rows()  # first: reduce_rows() writes their means to a part of the same main_grad
-        out = self.exchange.block(self.main_grad)
-        return reduce_rows(self.exchange, self.backend, self.name, rows, self.routes, out)
+        out = self.comm.block(self.main_grad)
+        return reduce_rows(self.comm, self.backend, self.name, rows, self.routes, out)
 
     def clear(self) -> None:
         if self.spec.exchange == "reduce_scatter":
             super().clear()
         else:  # any rank may have touched these rows; all others of the block are 0
             touched = self.routes.segments.ids.long()
-            self.exchange.block(self.main_grad).index_fill_(0, touched, 0)
+            self.comm.block(self.main_grad).index_fill_(0, touched, 0)
 
 
 class LMHead(DenseParam):
@@ -4030,9 +4398,9 @@ class LMHead(DenseParam):
         for key, value in self.state.items():
             if value.dim():
                 whole = torch.empty_like(self.p, dtype=value.dtype)
-                self.exchange.block(whole).copy_(value)
-                whole = self.exchange.all_gather(f"{self.name}.{key}", whole).wait()
-                value = self.exchange.block(whole.T)
+                self.comm.block(whole).copy_(value)
+                whole = self.comm.all_gather(f"{self.name}.{key}", whole).wait()
+                value = self.comm.block(whole.T)
             embed.state[key].copy_(value)
 
 
@@ -4041,11 +4409,10 @@ PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam
 
 
 # ============================================================================================================
-# 15  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
-#     with NorMuon's scales are in Config.bank_dtype. Another rule is init, update, and an entry of
-#     UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or an
-# embedding
-#     it is some of the rows.
+# 18  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
+#    with NorMuon's scales are in Config.bank_dtype. Another rule is init, update, and an entry of
+#    UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or an
+#    embedding it is some of the rows.
 # ============================================================================================================
 
 
@@ -4070,12 +4437,7 @@ class UpdateRule(NamedTuple):
     only_banks: bool = False  # it needs whole matrices
 
 
-def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """Returns a 0-d tensor on the CPU of what changes by step, so that compiled code does not recompile."""
-    return torch.tensor(value, dtype=dtype)
-
-
-def adam_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first: int) -> dict:
+def adam_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first_row: int) -> dict:
     return {
         "updates": torch.zeros((), dtype=torch.int32),
         "exp_avg": torch.zeros_like(p, dtype=dtype),
@@ -4215,10 +4577,10 @@ def orthogonalize(x: Tensor, margin: float) -> Tensor:
     return x
 
 
-def anvil_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first: int) -> dict:
+def anvil_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first_row: int) -> dict:
     n, rows, cols = p.shape
     cycle = spec.matrix_lr_mul or (1.0,)
-    factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
+    factors = [cycle[(first_row + i) % len(cycle)] for i in range(n)]
     mean_shape = (n, rows, 1) if rows >= cols else (n, 1, cols)
     state = {
         "fast_momentum": torch.zeros_like(p, dtype=dtype),
@@ -4364,8 +4726,9 @@ UPDATE_RULES = {
 
 
 # ============================================================================================================
-# 16  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
-#    send each other the gradients of those rows alone that batches have read since the table's last update.
+# 19  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
+#    send each other the gradients of those rows alone that batches have read since the table's last update;
+#    but with exchange=reduce_scatter all of an embedding's.
 #
 # A row has up to three numbers, all int32:
 #   row        its place in the whole table, as a token or a hash names it
@@ -4393,7 +4756,7 @@ UPDATE_RULES = {
 #
 # The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32, or
 # the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
-# dtype. Otherwise, in bf16, the division rounds once more. Section 18 has what is added for n-grams.
+# dtype. Otherwise, in bf16, the division rounds once more. Section 20 has what is added for n-grams.
 # ============================================================================================================
 
 
@@ -4542,40 +4905,40 @@ def triton_segment_sum_rows(
 # ---- Their exchange ----------------------------------------------------------------------------------------
 
 
-def route_embedding(exchange: Exchange, spec: ParamSpec, num_rows: int, rows: np.ndarray) -> RowRoutes:
+def route_embedding(comm: Collectives, spec: ParamSpec, num_rows: int, rows: np.ndarray) -> RowRoutes:
     """Routes the touched `rows` (n,) of an embedding of num_rows rows, whose blocks are consecutive rows.
 
     With exchange=reduce_scatter all of the gradient is sent, so no rank need know what others have touched.
     The routes then only say which rows this rank has touched, and are made as if there were one rank.
     """
     if spec.exchange == "reduce_scatter":
-        exchange = Exchange(0, 1)
-    owner, local_row = np.divmod(rows, num_rows // exchange.world_size)
-    return route_rows(exchange, spec.name, rows, owner, local_row)
+        comm = Collectives(0, 1)
+    owner, local_row = np.divmod(rows, num_rows // comm.world_size)
+    return route_rows(comm, spec.name, rows, owner, local_row)
 
 
 def route_rows(
-    exchange: Exchange, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
+    comm: Collectives, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
 ) -> RowRoutes:
     """Tells each row's owner that this rank has touched the row. Blocks.
 
     rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
     and where in its block. Owners ascend.
     """
-    input_splits = np.bincount(owner, minlength=exchange.world_size).tolist()
+    input_splits = np.bincount(owner, minlength=comm.world_size).tolist()
     output_splits = input_splits
-    arriving = int32(local_row).to(exchange.device)
-    if exchange.world_size > 1:
-        ones = [1] * exchange.world_size
-        counts = torch.tensor(input_splits, device=exchange.device)
-        output_splits = exchange.all_to_all("counts", name, counts, ones, ones).wait().tolist()
-        arriving = exchange.all_to_all("row ids", name, arriving, input_splits, output_splits).wait()
+    arriving = int32(local_row).to(comm.device)
+    if comm.world_size > 1:
+        ones = [1] * comm.world_size
+        counts = torch.tensor(input_splits, device=comm.device)
+        output_splits = comm.all_to_all("counts", name, counts, ones, ones).wait().tolist()
+        arriving = comm.all_to_all("row ids", name, arriving, input_splits, output_splits).wait()
     arriving = arriving.cpu()
     return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
 
 
 def reduce_rows(
-    exchange: Exchange, backend: Backend, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor
+    comm: Collectives, backend: Backend, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor
 ) -> Pending:
     """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
     Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
@@ -4586,121 +4949,14 @@ def reduce_rows(
 
     def mean(arrived: Tensor) -> Tensor:
         backend.segment_sum_rows(out, arrived, routes.segments)
-        return out.div_(exchange.world_size)
+        return out.div_(comm.world_size)
 
-    arriving = exchange.all_to_all(
-        "gradient rows", name, row_grads, routes.input_splits, routes.output_splits
-    )
+    arriving = comm.all_to_all("gradient rows", name, row_grads, routes.input_splits, routes.output_splits)
     return arriving._replace(finish=mean)
 
 
 # ============================================================================================================
-# 17  Exchange. Collectives, which are asynchronous: each returns a Pending, whose wait() returns the result.
-# ============================================================================================================
-
-
-# torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Pending(NamedTuple):
-    """The result of a collective that is under way: wait() returns it."""
-
-    result: Tensor
-    handle: dist.Work | None = None
-    finish: Callable[[Tensor], typing.Any] | None = None  # completes the result after its arrival
-
-    def wait(self) -> Tensor:
-        if self.handle is not None:
-            with traced("waiting"):
-                self.handle.wait()
-        return self.result if self.finish is None else self.finish(self.result)
-
-
-def rank_order_mean(parts: Tensor) -> Tensor:
-    """Returns the mean over the first axis of `parts` (n, ...), summed from 0 in order, in at least fp32."""
-    total = torch.zeros_like(parts[0], dtype=torch.promote_types(parts.dtype, torch.float32))
-    for part in parts:
-        total += part
-    return total.div_(len(parts))
-
-
-@dataclass
-class Exchange:
-    """Collectives of one process group; with one rank nothing is communicated.
-
-    Every rank must make the same calls in the same order, from one thread. `name` and `label` say what a
-    call sends: tests and benchmarks count by them.
-    """
-
-    rank: int
-    world_size: int
-    group: dist.ProcessGroup | None = None
-    device: torch.device = torch.device("cpu")  # where the group's tensors must be
-
-    def __post_init__(self):
-        self.options = {"group": self.group, "async_op": True}
-
-    def block(self, t: Tensor) -> Tensor:
-        """Returns this rank's block of t's first axis, a view."""
-        return t.chunk(self.world_size)[self.rank]
-
-    def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
-        """Averages `grad` over ranks; each gets its own block.
-
-        NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` as many bytes go by
-        all-to-all, and are summed in rank order in at least fp32, which the result has, too. Otherwise, and
-        with one rank, the result has grad's dtype.
-        """
-        if self.world_size == 1:
-            return Pending(grad)
-        out = torch.empty_like(self.block(grad))
-        if in_rank_order:
-            parts = out.new_empty((self.world_size, *out.shape))
-            handle = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
-            return Pending(parts, handle, rank_order_mean)
-        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
-
-    def all_to_all(
-        self,
-        label: str,
-        name: str,
-        rows: Tensor,
-        input_splits: list[int],
-        output_splits: list[int],
-        out: Tensor | None = None,
-    ) -> Pending:
-        """Sends rows (sum(input_splits), ...), by receiver; returns those sent here, by sender, in `out`."""
-        if self.world_size == 1:
-            return Pending(rows if out is None else out.copy_(rows))
-        if out is None:
-            out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
-        return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
-
-    def all_gather(self, name: str, t: Tensor) -> Pending:
-        """Fills t, of which each rank has updated its own block, from all ranks."""
-        if self.world_size == 1:
-            return Pending(t)
-        return Pending(t, _all_gather(t, self.block(t), **self.options))
-
-    def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
-        return Pending(t, None if self.world_size == 1 else dist.all_reduce(t, op, **self.options))
-
-    def barrier(self) -> None:
-        """Returns when all ranks have called it."""
-        self.from_rank_0(None)
-
-    def from_rank_0(self, value):
-        """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value, self.group)
-        return values[0]
-
-
-# ============================================================================================================
-# 18  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
+# 20  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
 #
 # It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
 # rows that these steps read are fetched once, before the first of them, and their gradients return once,
@@ -4761,6 +5017,251 @@ def hash_ngrams(
         hashes[i, : n - 1] = last_row
     hashes += np.arange(len(hashes), dtype=np.uint32)[:, None] * ngrams.rows_per_order
     return int32(hashes), sign_ids
+
+
+# ---- Routes and slots --------------------------------------------------------------------------------------
+
+
+def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
+    """Routes the rows of n-grams that batches from one update to the next read. Returns these batches: the
+    first has the routes, and all micro-batches have their slots.
+    """
+    distinct_rows = []  # of each micro-batch
+    for batch in batches:
+        for unpacked in batch.micro_batches:
+            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
+    merged = make_segments(torch.cat(distinct_rows))
+    routes, slots = route_ngrams(comm, merged.ids.numpy())
+    # The slots of all of distinct_rows, in their order.
+    slots = ids_by_position(merged._replace(ids=slots), (-1,))
+    remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
+    routed = []
+    for batch in batches:
+        with_slots = []
+        for unpacked in batch.micro_batches:
+            with_slots.append(assign_slots(unpacked, next(remaining)))
+        routed.append(batch._replace(micro_batches=with_slots))
+    routed[0].routes["ngrams"] = routes
+    return routed
+
+
+def route_ngrams(comm: Collectives, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
+    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
+
+    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
+    """
+    owner = rows % comm.world_size
+    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    slots = np.empty(len(rows), np.int32)
+    slots[by_owner] = np.arange(len(rows), dtype=np.int32)
+    rows = rows[by_owner]
+    routes = route_rows(comm, "ngrams", rows, owner[by_owner], rows // comm.world_size)
+    return routes, int32(slots)
+
+
+def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
+    segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
+    slots_by_position = ids_by_position(segments, micro_batch.hashed_rows.shape)
+    all_segments = micro_batch.segments | {"hashed_rows": segments}
+    return micro_batch._replace(slots=slots_by_position, segments=all_segments)
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
+
+
+def ngram_sizes(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
+    ranges = cfg.ngrams.rows_per_token
+    rows = cfg.ngrams.rows_per_order
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
+    touched = ranges * min(max(cfg.ngrams.update_every) * tokens, rows)
+    block = math.ceil(ranges * rows / world_size)
+    return touched, block
+
+
+class NgramTable(Trainable):
+    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
+
+    There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
+    For rates by order edit only update() and row_adam(): a row's number tells its order.
+
+    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
+    says which rank has which row. Rows start at 0.
+    """
+
+    spec: Ngrams
+    name = "ngrams"
+    rows_by = "hashed_rows"
+    update_order = -1  # before all parameters: the next rows are fetched while those are updated
+
+    def __init__(self, cfg: Config, comm: Collectives, backend: Backend | None = None):
+        spec = self.spec = cfg.ngrams
+        self.comm, self.device = comm, comm.device
+        self.backend = backend or TORCH_BACKEND
+        slots, block = ngram_sizes(cfg, comm.world_size)
+        # By slot: the rows that steps read until the next update, and their gradients.
+        zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
+        self.cache, self.main_grad = zeros(slots, spec.width), zeros(slots, spec.width)
+        self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
+        self.block = zeros(block, spec.width)
+        self.state = row_adam_init(self.block, acc_dtype(cfg))
+        # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
+        powers = spec.beta2 ** torch.arange(cfg.steps + 1).double()
+        self.beta2_powers = powers.to(self.state["second_moment"])
+
+    @traced("rows ngrams")
+    def start_fetch(self, routes: RowRoutes) -> None:
+        """Starts to fetch the rows that the steps up to the next update read. They take the routes of their
+        gradients in reverse: owners send them to slots 0, 1, ... of the cache, which are ordered by owner.
+        """
+        self.routes = routes
+        own = self.block.index_select(0, routes.local_rows)
+        out = self.cache[: len(routes.rows)]
+        self.in_flight = self.comm.all_to_all(
+            "rows", self.name, own, routes.output_splits, routes.input_splits, out
+        )
+
+    @traced("rows ngrams")
+    def scatter(self) -> Pending:
+        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
+        segments = self.routes.segments
+        distinct = len(segments.ids)
+        # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
+        mean_rows = torch.arange(distinct, dtype=torch.int32, device=self.device)
+        routes = self.routes._replace(segments=segments._replace(ids=mean_rows))
+        rows = self.main_grad[: len(routes.rows)]
+        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
+        return reduce_rows(self.comm, self.backend, self.name, rows, routes, out)
+
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
+        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
+        rows = self.routes.segments.ids
+        row_adam(self.block, rows, grad, self.state, self.beta2_powers, self.spec, plan)
+
+    def clear(self) -> None:
+        self.main_grad[: len(self.routes.rows)].zero_()
+
+    @torch.no_grad()
+    def fetch(self, rows: Tensor) -> Tensor:
+        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
+
+        Every rank must call it the same number of times: it communicates.
+        """
+        routes, slots = route_ngrams(self.comm, rows.cpu().numpy())
+        own = self.block[routes.local_rows]
+        received = self.comm.all_to_all(
+            "rows outside training", self.name, own, routes.output_splits, routes.input_splits
+        )
+        return received.wait()[slots]
+
+    def state_dict(self) -> dict:
+        """Returns this rank's block and the rule's state, not copied."""
+        return {"block": self.block} | self.state
+
+
+def make_ngram_table(cfg: Config, comm: Collectives, backend: Backend | None = None) -> NgramTable | None:
+    """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
+    if not cfg.ngrams.orders:
+        return None
+    fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
+    # What a GPU's allocator raises is a RuntimeError, too.
+    with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
+        return NgramTable(cfg, comm, backend)
+
+
+# ---- Its update rule ---------------------------------------------------------------------------------------
+
+
+ROW_EPS = 1e-10
+
+
+def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
+    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
+    updates, and the time of the last. A unit of time is as many steps as the first update interval has.
+    """
+    return {
+        "second_moment": table.new_zeros(len(table), dtype=dtype),
+        "last_update": table.new_zeros(len(table), dtype=torch.int32),
+        "clock": torch.zeros(2, dtype=torch.int32),
+    }
+
+
+def row_adam(
+    table: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    state: dict,
+    beta2_powers: Tensor,
+    ngrams: Ngrams,
+    plan: StepPlan,
+) -> None:
+    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
+
+        moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
+        update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
+        row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
+
+    with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval. A
+    count of updates would be wrong, because the first late update may come sooner after the last early one
+    than the late interval says.
+
+    A row has one second moment, of its mean square, as in the Adagrad (Duchi et al. 2011,
+    jmlr.org/papers/v12/duchi11a.html) of DLRM (arXiv:1906.00091) and FBGEMM. There is no first moment. Bias
+    correction counts the updates of the whole table, not of the row. So a row that is touched late for the
+    first time takes a step that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always
+    touched. That is meant (PR 360). Decay is cautious, as in adam().
+    """
+    dtype = state["second_moment"].dtype
+    interval_ratio = plan.interval_ratio(ngrams.update_every)
+    count = state["clock"][0].item() + 1
+    now = (plan.step + 1) // ngrams.update_every[0]
+    state["clock"].copy_(torch.tensor([count, now]))
+    update_beta2 = ngrams.beta2**interval_ratio
+    lr = ngrams.lr * plan.lr_mul
+    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
+    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
+    update(
+        table,
+        state["second_moment"],
+        state["last_update"],
+        rows,
+        grads,
+        beta2_powers,
+        now=host_scalar(now, torch.int32),
+        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
+        step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
+        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
+    )
+
+
+# Autotuning would copy what a kernel changes: the whole table, 16 GB on each of 8 GPUs.
+@compiled(autotune=False)
+def row_adam_update(
+    table: Tensor,
+    second_moment: Tensor,
+    last_update: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    beta2_powers: Tensor,
+    now: Tensor,
+    one_minus_beta2: Tensor,
+    step_size: Tensor,
+    decay: Tensor,
+) -> None:
+    """Computes row_adam's arithmetic, in at least fp32, the dtype of second_moment (N,).
+
+    beta2_powers[k] is beta2^k.
+    """
+    ids = rows.long()
+    decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
+    moments = decayed + one_minus_beta2 * grads.square().mean(-1)
+    second_moment.index_copy_(0, ids, moments)
+    last_update.index_copy_(0, ids, torch.zeros_like(rows) + now)
+    old = table[ids].to(grads.dtype)
+    update = step_size * grads / (moments.sqrt() + ROW_EPS)[:, None]
+    update += decay * old * (update * old > 0)
+    table.index_copy_(0, ids, (old - update).to(table.dtype))
 
 
 # ---- Contexts ----------------------------------------------------------------------------------------------
@@ -4835,246 +5336,11 @@ def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
 
 
 CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
-
-
-# ---- Routes and slots --------------------------------------------------------------------------------------
-
-
-def route_interval(exchange: Exchange, batches: list[Batch]) -> list[Batch]:
-    """Routes the rows of n-grams that batches from one update to the next read. Returns these batches: the
-    first has the routes, and all micro-batches have their slots.
-    """
-    distinct_rows = []  # of each micro-batch
-    for batch in batches:
-        for micro_batch in batch.micro_batches:
-            distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
-    merged = make_segments(torch.cat(distinct_rows))
-    routes, slots = route_ngrams(exchange, merged.ids.numpy())
-    # The slots of all of distinct_rows, in their order.
-    slots = ids_by_position(merged._replace(ids=slots), (-1,))
-    remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
-    routed = []
-    for batch in batches:
-        with_slots = []
-        for micro_batch in batch.micro_batches:
-            with_slots.append(assign_slots(micro_batch, next(remaining)))
-        routed.append(batch._replace(micro_batches=with_slots))
-    routed[0].routes["ngrams"] = routes
-    return routed
-
-
-def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
-    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
-
-    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
-    """
-    owner = rows % exchange.world_size
-    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
-    slots = np.empty(len(rows), np.int32)
-    slots[by_owner] = np.arange(len(rows), dtype=np.int32)
-    rows = rows[by_owner]
-    routes = route_rows(exchange, "ngrams", rows, owner[by_owner], rows // exchange.world_size)
-    return routes, int32(slots)
-
-
-def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
-    segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
-    by_position = ids_by_position(segments, micro_batch.hashed_rows.shape)
-    segments_by_list = micro_batch.segments | {"hashed_rows": segments}
-    return micro_batch._replace(slots=by_position, segments=segments_by_list)
-
-
-# ---- The table ---------------------------------------------------------------------------------------------
-
-
-def ngram_sizes(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    ranges = cfg.ngrams.rows_per_token
-    rows = cfg.ngrams.rows_per_order
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
-    touched = ranges * min(max(cfg.ngrams.update_every) * tokens, rows)
-    block = math.ceil(ranges * rows / world_size)
-    return touched, block
-
-
-class NgramTable(Trainable):
-    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
-
-    There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
-    For rates by order edit only update() and row_adam(): a row's number tells its order.
-
-    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
-    says which rank has which row. Rows start at 0.
-    """
-
-    spec: Ngrams
-    name = "ngrams"
-    rows_by = "hashed_rows"
-    update_order = -1  # before all parameters: the next rows are fetched while those are updated
-
-    def __init__(self, cfg: Config, exchange: Exchange, backend: Backend | None = None):
-        spec = self.spec = cfg.ngrams
-        self.exchange, self.device = exchange, exchange.device
-        self.backend = backend or TORCH_BACKEND
-        slots, block = ngram_sizes(cfg, exchange.world_size)
-        # By slot: the rows that steps read until the next update, and their gradients.
-        zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
-        self.cache, self.main_grad = zeros(slots, spec.width), zeros(slots, spec.width)
-        self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
-        self.block = zeros(block, spec.width)
-        self.state = row_adam_init(self.block, acc_dtype(cfg))
-        self.saved = {"block": self.block} | self.state  # without beta2_powers, which the settings give
-        # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
-        powers = spec.beta2 ** torch.arange(cfg.steps + 1).double()
-        self.state["beta2_powers"] = powers.to(self.state["second_moment"])
-
-    @traced("rows ngrams")
-    def start_fetch(self, routes: RowRoutes) -> None:
-        """Starts to fetch the rows that the steps up to the next update read. They take the routes of their
-        gradients in reverse: owners send them to slots 0, 1, ... of the cache, which are ordered by owner.
-        """
-        self.routes = routes
-        own = self.block.index_select(0, routes.local_rows)
-        out = self.cache[: len(routes.rows)]
-        self.in_flight = self.exchange.all_to_all(
-            "rows", self.name, own, routes.output_splits, routes.input_splits, out
-        )
-
-    @traced("rows ngrams")
-    def scatter(self) -> Pending:
-        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
-        segments = self.routes.segments
-        distinct = len(segments.ids)
-        # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
-        mean_rows = torch.arange(distinct, dtype=torch.int32, device=self.device)
-        routes = self.routes._replace(segments=segments._replace(ids=mean_rows))
-        rows = self.main_grad[: len(routes.rows)]
-        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
-        return reduce_rows(self.exchange, self.backend, self.name, rows, routes, out)
-
-    def update(self, grad: Tensor, plan: StepPlan) -> None:
-        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
-        row_adam(self.block, self.routes.segments.ids, grad, self.state, self.spec, plan)
-
-    def clear(self) -> None:
-        self.main_grad[: len(self.routes.rows)].zero_()
-
-    @torch.no_grad()
-    def fetch(self, rows: Tensor) -> Tensor:
-        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
-
-        Every rank must call it the same number of times: it communicates.
-        """
-        routes, slots = route_ngrams(self.exchange, rows.cpu().numpy())
-        own = self.block[routes.local_rows]
-        received = self.exchange.all_to_all(
-            "rows outside training", self.name, own, routes.output_splits, routes.input_splits
-        )
-        return received.wait()[slots]
-
-    def state_dict(self) -> dict:
-        """Returns what this rank alone has of it, all but the gradient; not copied."""
-        return self.saved
-
-
-def make_ngram_table(cfg: Config, exchange: Exchange, backend: Backend | None = None) -> NgramTable | None:
-    """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
-    if not cfg.ngrams.orders:
-        return None
-    fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
-    # What a GPU's allocator raises is a RuntimeError, too.
-    with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
-        return NgramTable(cfg, exchange, backend)
-
-
-# ---- Its update rule ---------------------------------------------------------------------------------------
-
-
-ROW_EPS = 1e-10
-
-
-def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
-    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
-    updates, and the time of the last. A unit of time is as many steps as the first update interval has.
-    """
-    return {
-        "second_moment": table.new_zeros(len(table), dtype=dtype),
-        "last_update": table.new_zeros(len(table), dtype=torch.int32),
-        "clock": torch.zeros(2, dtype=torch.int32),
-    }
-
-
-def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
-    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
-
-        moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
-        update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
-        row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
-
-    with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval. A
-    count of updates would be wrong, because the first late update may come sooner after the last early one
-    than the late interval says.
-
-    A row has one second moment, of its mean square, as in the Adagrad (Duchi et al. 2011,
-    jmlr.org/papers/v12/duchi11a.html) of DLRM (arXiv:1906.00091) and FBGEMM. There is no first moment. Bias
-    correction counts the updates of the whole table, not of the row. So a row that is touched late for the
-    first time takes a step that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always
-    touched. That is meant (PR 360). Decay is cautious, as in adam().
-    """
-    dtype = state["second_moment"].dtype
-    interval_ratio = plan.interval_ratio(ngrams.update_every)
-    count = state["clock"][0].item() + 1
-    now = (plan.step + 1) // ngrams.update_every[0]
-    state["clock"].copy_(torch.tensor([count, now]))
-    update_beta2 = ngrams.beta2**interval_ratio
-    lr = ngrams.lr * plan.lr_mul
-    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
-    update(
-        table,
-        state["second_moment"],
-        state["last_update"],
-        rows,
-        grads,
-        state["beta2_powers"],
-        now=host_scalar(now, torch.int32),
-        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
-        step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
-        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
-    )
-
-
-@compiled
-def row_adam_update(
-    table: Tensor,
-    second_moment: Tensor,
-    last_update: Tensor,
-    rows: Tensor,
-    grads: Tensor,
-    beta2_powers: Tensor,
-    now: Tensor,
-    one_minus_beta2: Tensor,
-    step_size: Tensor,
-    decay: Tensor,
-) -> None:
-    """Computes row_adam's arithmetic, in at least fp32, the dtype of second_moment (N,).
-
-    beta2_powers[k] is beta2^k.
-    """
-    ids = rows.long()
-    decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
-    moments = decayed + one_minus_beta2 * grads.square().mean(-1)
-    second_moment.index_copy_(0, ids, moments)
-    last_update.index_copy_(0, ids, torch.zeros_like(rows) + now)
-    old = table[ids].to(grads.dtype)
-    update = step_size * grads / (moments.sqrt() + ROW_EPS)[:, None]
-    update += decay * old * (update * old > 0)
-    table.index_copy_(0, ids, (old - update).to(table.dtype))
+assert CONTEXTS.keys() == set(typing.get_args(Context))
 
 
 # ============================================================================================================
-# 19  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
+# 21  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
 # ============================================================================================================
 
 
@@ -5109,6 +5375,7 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the op
     "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
 }
+assert KERNELS.keys() == set(typing.get_args(Kernel))
 
 
 def select_backend(cfg: Config, device: torch.device) -> Backend:
@@ -5166,15 +5433,12 @@ def configure_compiler(cfg: Config) -> Callable | None:
     if not cfg.compile:
         return None
     torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    # These arguments of GPT.trunk vary without a new graph; only dense attention needs one for each window.
-    # Another size or number that varies by step must be named here, or each of its values compiles anew.
-    torch.compiler.config.dynamic_sources = r"L\['(looked_up|sequence|windows)'\].*"
+    names = "|".join(sorted(DYNAMIC_ARGUMENTS))
+    torch.compiler.config.dynamic_sources = rf"L\['({names})'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes. For row_adam_update that is the whole table of
-        # n-grams, 16 GB on each of 8 GPUs.
-        autotune = function.__name__ != "row_adam_update"
+        autotune = function.__name__ not in WITHOUT_AUTOTUNING
         # Guards and AOTAutograd check sizes, so generated code need not.
         options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
         return torch.compile(function, fullgraph=True, options=options)
@@ -5221,7 +5485,7 @@ class CUDAGraphs:
 
 
 # ============================================================================================================
-# 20  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
+# 22  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
 #     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
@@ -5379,7 +5643,9 @@ def cu_seqlens_capacity(tokens: int) -> int:
 def make_micro_batch(
     tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
-    """Builds one from T + 1 tokens (of any integer type) and the ends of all documents but the last."""
+    """Builds a MicroBatch from its T + 1 tokens, of any integer type, and the ends of all documents but the
+    last.
+    """
     T = len(tokens) - 1
     starts = np.append(0, ends)
     if attention_cap:
@@ -5552,8 +5818,8 @@ class Prefetcher:
     of the planned steps no table may have gradients that await an update: their rows are not known here.
     """
 
-    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: Exchange):
-        self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
+    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], comm: Collectives):
+        self.loader, self.comm, self.cfg = loader, comm, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
         self.tables = [spec for spec in used_specs(self.cfg) if spec.kind == "embedding"]
         # By table: whether a row has been read since the table's last update.
@@ -5602,10 +5868,7 @@ class Prefetcher:
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
         micro_batches = []
         for micro_batch in loaded:
-            segments = {
-                "inputs": make_segments(micro_batch.inputs),
-                "hashed_rows": make_segments(micro_batch.hashed_rows, micro_batch.sign_ids),
-            }
+            segments = {name: find(micro_batch) for name, find in ROW_LISTS.items()}
             micro_batch = micro_batch._replace(segments=segments, loss_weights=loss_weights)
             micro_batches.append(micro_batch)
         routes = {}
@@ -5615,7 +5878,7 @@ class Prefetcher:
                 touched[micro_batch.segments[spec.rows_by].ids.numpy()] = True
             if plan.is_update_step(spec.update_every):
                 routes[spec.name] = route_embedding(
-                    self.exchange, spec, self.shapes[spec.name][0], np.flatnonzero(touched)
+                    self.comm, spec, self.shapes[spec.name][0], np.flatnonzero(touched)
                 )
                 touched[:] = False
         return Batch(plan, micro_batches, self.loader.position(), routes)
@@ -5624,7 +5887,7 @@ class Prefetcher:
     def _finish(self, interval_batches: list[Batch]) -> list[Batch]:
         """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
-            interval_batches = route_interval(self.exchange, interval_batches)
+            interval_batches = route_interval(self.comm, interval_batches)
         finished = []
         for batch in interval_batches:
             packed = []
@@ -5653,7 +5916,7 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 21  Command line. --set name=value, and options.
+# 23  Command line. --set name=value, and options.
 # ============================================================================================================
 
 
@@ -5804,7 +6067,9 @@ def with_settings(cfg: Config, settings: Iterable[str]) -> Config:
 
 
 def rescale(cfg: Config, factor: float) -> Config:
-    """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
+    """Returns `cfg` with `factor` times as many Steps, and TickRates by which averages forget over as many
+    times more ticks.
+    """
 
     def scaled(steps: int) -> int:
         return max(1, round(steps * factor)) if steps else 0
@@ -5902,7 +6167,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 
 # ============================================================================================================
-# 22  Checks. What settings must satisfy.
+# 24  Checks. What settings must satisfy.
 # ============================================================================================================
 
 
@@ -6053,7 +6318,7 @@ def check_fp8(cfg: Config, count: int) -> None:
 
 
 # ============================================================================================================
-# 23  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
+# 25  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
 # ============================================================================================================
 
 
@@ -6093,6 +6358,10 @@ class RunLog:
         if console:
             tqdm.write(text)  # above the progress bar
             sys.stdout.flush()
+
+
+def source_hash(source: bytes = SOURCE) -> str:
+    return hashlib.sha256(source).hexdigest()[:12]
 
 
 def describe_commit(script: Path, source: bytes) -> str:
@@ -6136,36 +6405,41 @@ def describe_environment(
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{describe_cpu()} ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
+        cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            cores = len(os.sched_getaffinity(0))  # those that this process may use
+        hardware = f"{describe_cpu()} ({cores} cores, {torch.get_num_threads()} threads a process)"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
         f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
         f"with world_size {world_size}",
-        f"script: {script.name} (sha256 {hashlib.sha256(source).hexdigest()[:12]})",
+        f"script: {script.name} (sha256 {source_hash(source)})",
         f"commit: {describe_commit(script, source)}",
     ]
 
 
 def track_of(cfg: Config, world_size: int) -> str:
-    """Returns the preset's track if data, micro-batches, validation and target are its; else other."""
+    """Returns the preset's track if data, validation, target and micro-batches equal the preset's; else
+    other.
+    """
     preset = PRESETS[cfg.preset]
     names = ("data", "val_slice_tokens", "val_slices", "target")
     same = all(getattr(cfg, name) == getattr(preset, name) for name in names)
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
-def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: dict) -> tuple[Path, Path]:
+def name_run(args: argparse.Namespace, track: str, comm: Collectives, resumed: dict) -> tuple[Path, Path]:
     """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
     folder = "attempts"
     if args.name:
         # run.sh sets the date, so that all its runs share a folder even if midnight passes.
         folder = f"{os.environ.get('RUN_DATE', date.today())}_{args.name}"
     path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
-    path = exchange.from_rank_0(path)
+    path = comm.from_rank_0(path)
     suffix = ".txt"
     if resumed:
         suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
-        path = find_checkpoint(args.resume).parent.with_suffix("")
+        path = find_checkpoint(args.resume).parent.with_suffix("")  # RUN.checkpoint/stepN -> RUN
         require(
             not args.name or str(path.parent).endswith(f"_{args.name}"),
             f"--name {args.name}: {args.resume} is of a run of another name; leave --name out",
@@ -6173,11 +6447,11 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     return path, path.with_suffix(suffix)
 
 
-def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange) -> None:
+def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, comm: Collectives) -> None:
     """Writes the script, the environment, the config and the data's fingerprint."""
     config = config_json(cfg, name=args.name, seed=args.seed)
     log.print0(f"{SOURCE.decode(errors='replace')}\n{'=' * 100}", console=False)
-    log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
+    log.print0("\n".join(describe_environment(comm.device, comm.world_size)))
     log.print0(f"config: {config}", console=False)
     log.print0(f"data: {data.fingerprint}")
 
@@ -6207,7 +6481,7 @@ def output_file(name: str) -> Path:
     return target
 
 
-def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
+def save_model(path: str, model: GPT, run_id: str, comm: Collectives) -> None:
     """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
 
     Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
@@ -6219,25 +6493,26 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     # torch.save raises RuntimeError when the disk is full.
     with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
-        if exchange.rank == 0:
+        if comm.rank == 0:
             weights = {"signs": model.signs.cpu()}
             for name, shape in param_shapes(model.cfg, 1).items():
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
-            saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
+            config = config_json(model.cfg)
+            saved = {"config": config, "id": run_id, "ranks": comm.world_size, "script": source_hash()}
             weights_path = output_file(path)
             torch.save(saved | {"weights": weights}, f"{weights_path}{partial_suffix}")
             written.append(weights_path)
         if model.ngrams:
-            rows_path = output_file(f"{path}.ngrams{exchange.rank}")
+            rows_path = output_file(f"{path}.ngrams{comm.rank}")
             with open(f"{rows_path}{partial_suffix}", "wb") as file:
-                crc = exchange.rank  # so that the ranks' files cannot be exchanged
+                crc = comm.rank  # so that the ranks' files cannot be exchanged
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
                     data = rows.cpu().view(torch.uint8).numpy()
                     crc = zlib.crc32(data, crc)
                     file.write(data)
                 file.write(f"{run_id}{crc:08x}".encode())
             written.append(rows_path)
-    exchange.barrier()  # all ranks have written
+    comm.barrier()  # all ranks have written
     for whole in written:
         os.replace(f"{whole}{partial_suffix}", whole)
 
@@ -6267,15 +6542,18 @@ def read_saved(path: str | Path, fix: str) -> dict:
             damaged = file.testzip()  # torch.load compares no checksums
             if damaged:
                 raise ValueError(f"checksum of {damaged}")
-        return torch.load(path, "cpu", mmap=True, weights_only=True)
+        saved = torch.load(path, "cpu", mmap=True, weights_only=True)
+        if not isinstance(saved, dict):
+            raise ValueError("it was saved by another program")
+        return saved
 
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns all tensors that training changes on this rank, except gradients and the table of n-grams; not
-    copied. The signs are among them: a resumed run must have the same.
+    """Returns all tensors that training changes on this rank, except gradients and the table of n-grams; and
+    the signs, which a resumed run must share. Not copied.
     """
     optimizer.wait()
     others = {"signs": model.signs}
@@ -6314,6 +6592,10 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
 CHECKPOINT = "step" + 8 * "[0-9]"
 
 
+def checkpoint_folder(run: Path) -> Path:
+    return run.with_suffix(".checkpoint")
+
+
 def find_checkpoint(log: str) -> Path:
     """Returns the newest checkpoint of a run, given its log."""
     run = Path(log).name.split(".")[0]
@@ -6343,7 +6625,7 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
     All ranks must call it. Each writes its training_state(), its rows of n-grams, the task and the progress.
     A rank that fails never reaches the barrier below, so the checkpoint before is not removed.
     """
-    rank = optimizer.exchange.rank
+    rank = optimizer.comm.rank
     state = training_state(model, optimizer) | {"task": task, "rank": rank} | progress
     if optimizer.ngrams:
         state["ngrams"] = optimizer.ngrams.state_dict()  # without a copy
@@ -6355,7 +6637,7 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
         incomplete.mkdir(parents=True, exist_ok=True)
         with open(incomplete / f"rank{rank}.pt", "wb") as file:
             torch.save(state, file)
-    optimizer.exchange.barrier()  # all ranks have written
+    optimizer.comm.barrier()  # all ranks have written
     if rank == 0:
         incomplete.rename(complete)
         remove_checkpoints(folder, complete)
@@ -6376,7 +6658,8 @@ def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
     fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
     path = folder / f"rank{rank}.pt"
     saved = read_saved(path, fix)
-    require(saved.get("rank") == rank, f"{path} is the file of another rank; {fix}")
+    is_ours = saved.get("rank") == rank and "task" in saved
+    require(is_ours, f"{path} is no checkpoint, or another rank's; {fix}")
     return saved
 
 
@@ -6389,7 +6672,7 @@ def task_of(
     return task | {"seed": args.seed} | others
 
 
-def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, resumed: dict) -> None:
+def require_same_task(args: argparse.Namespace, task: dict, comm: Collectives, resumed: dict) -> None:
     """Raises UserError on ranks whose options, data, script or torch are not those of rank 0; and if the
     checkpoint `resumed` is of another task.
 
@@ -6397,17 +6680,17 @@ def require_same_task(args: argparse.Namespace, task: dict, exchange: Exchange, 
     would leave ranks waiting for each other; other rates would train something that no log describes.
     """
     launch = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
-    different = differences(launch, exchange.from_rank_0(launch))
-    require(not different, f"this rank differs from rank 0 in {different}; launch all ranks alike")
+    different = differences(launch, comm.from_rank_0(launch))
+    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
     if resumed:
         different = differences(resumed["task"], task)
         require(
-            not different, f"{args.resume} is of a run with another {different}; launch it as that one was"
+            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
         )
 
 
 # ============================================================================================================
-# 24  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
+# 26  Run. Processes and devices; build; closing lines and samples; run() is the whole story.
 # ============================================================================================================
 
 # How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
@@ -6445,137 +6728,15 @@ def join_processes(world_size: int, device: torch.device) -> None:
         dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
-class Clock:
-    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
-
-    def __init__(self, ms: float = 0.0):
-        self.began = self.synchronized() - ms / 1000
-
-    def synchronized(self) -> float:
-        """Waits until the device has done all its work. Returns the time in seconds."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def ms(self) -> float:
-        """Returns the milliseconds of training, without waiting for the device."""
-        return 1000 * (time.perf_counter() - self.began)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
-        stopped = self.synchronized()
-        yield 1000 * (stopped - self.began)
-        self.began += self.synchronized() - stopped
-
-
-class AsyncLoss:
-    """Reads the losses of steps without waiting for the device.
-
-    latest: the newest (step, loss) that has arrived on the host; (0, None) before there is one.
-    """
-
-    def __init__(self):
-        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
-        self.latest = (0, None)
-
-    def push(self, step: int, loss: Tensor) -> None:
-        """Starts the copy of a step's loss, 0-d."""
-        arrived = None
-        if loss.is_cuda:
-            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.queue.append((step, loss, arrived))
-
-    def poll(self) -> None:
-        """Takes arrived losses. Raises UserError if one is not finite."""
-        while self.queue:
-            step, loss, arrived = self.queue[0]
-            if arrived is not None and not arrived.query():
-                break
-            self.queue.pop(0)
-            self.latest = (step, loss.item())
-            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
-
-
-def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:
+def build(cfg: Config, backend: Backend, comm: Collectives, seed: int) -> tuple[GPT, Optimizer]:
     """Returns the model and its optimizer, the same on all ranks."""
     global COMPILER
     COMPILER = configure_compiler(cfg)
-    model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
-    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    model = GPT(cfg, comm.world_size, comm.device, seed, backend)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), comm, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
     model.ngrams = optimizer.ngrams
     return model, optimizer
-
-
-class Training(NamedTuple):
-    """What the warm-up and the timed loop work with."""
-
-    data: Dataset
-    model: GPT
-    optimizer: Optimizer
-    val: ValLoader
-    loader_exchange: Exchange  # of the thread that builds batches
-
-
-class Progress(NamedTuple):
-    """How far a run has come; a checkpoint holds it."""
-
-    step: int = 0
-    train_ms: float = 0.0
-    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after that step
-
-
-class Checkpoints(NamedTuple):
-    """Which checkpoints a run writes."""
-
-    folder: Path
-    task: dict  # task_of()'s
-    steps: Container[int]  # after these steps, counted from 1
-
-
-def warm_up(training: Training) -> None:
-    """Runs a step of every kind, so that nothing is compiled or allocated on the clock; then restores all."""
-    data, model, optimizer, val, loader_exchange = training
-    cfg = model.cfg
-    before = training_state(model, optimizer)
-    slices = min(cfg.val_slices, loader_exchange.world_size)
-    loader = TrainLoader(cfg, data.train, loader_exchange.rank, loader_exchange.world_size)
-    for steps in warmup_ranges(cfg):
-        plans = [plan_step(cfg, step) for step in steps]
-        batches = Prefetcher(loader, plans, loader_exchange)
-        for plan in plans:
-            model.use_rotary(plan.stage)
-            optimizer.wait()
-            validate(model, val, optimizer.exchange, plan.windows, slices)
-            loss = train_step(model, optimizer, batches.next(), batches.peek)
-            AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
-        if optimizer.ngrams:  # not in `before`; and a later range may begin before its rows' last_update
-            for t in optimizer.ngrams.state_dict().values():
-                t.zero_()
-        optimizer.drop_grads()
-    loader.close()
-    optimizer.apply_averages()
-    restore(before, model, optimizer)
-
-
-def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
-    """Warms up, and restores the checkpoint, if there is one. Returns where training begins."""
-    if training.model.cfg.warmup:
-        began = time.perf_counter()
-        log.print0("warm-up: a step of every kind, off the clock", file=False)
-        warm_up(training)
-        log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
-    start = Progress()
-    if resumed:
-        restore(resumed, training.model, training.optimizer)
-        start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
-        resumed.clear()  # or its files, which are mapped, could not be removed over a network
-    gc.collect()  # what building and warm-up left behind is not collected on the clock,
-    gc.freeze()  # nor searched again
-    return start
 
 
 def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> None:
@@ -6604,85 +6765,6 @@ def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
         # The thread that builds batches, too.
         experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
     )
-
-
-def log_validation(
-    training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
-) -> dict:
-    """Stops the clock, validates after `step` steps, and logs the loss. Returns closing lines.
-
-    Raises UserError if it is not finite, so no such model is saved.
-    """
-    model = training.model
-    with clock.paused() as ms:
-        losses.poll()
-        training.optimizer.wait()
-        loss = validate(model, training.val, training.optimizer.exchange, windows)
-        fix = "lower the learning rates" if step else "look for the cause in the model's forward"
-        require(math.isfinite(loss), f"val_loss is {loss} at step {step}; {fix}")
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
-    return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
-
-
-def train(
-    training: Training,
-    log: RunLog,
-    start: Progress,
-    checkpoints: Checkpoints | None = None,
-    profiler: torch.profiler.profile | None = None,
-) -> dict:
-    """Trains from `start` on, against the clock. Returns the log's first closing lines.
-
-    The clock stops while validating and saving; meanwhile threads go on building batches.
-    """
-    data, model, optimizer, _, loader_exchange = training
-    cfg = model.cfg
-    rank = optimizer.exchange.rank
-    losses = AsyncLoss()
-    clock = Clock(start.train_ms)
-    loader = TrainLoader(cfg, data.train, rank, optimizer.exchange.world_size, start.position)
-    plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
-    batches = Prefetcher(loader, plans, loader_exchange)
-    if cfg.predicts_prefixes:  # on the clock, as it is made of the data
-        model.longest_prefix.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
-    bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
-
-    for step in range(start.step, cfg.steps):
-        if cfg.val_every and step % cfg.val_every == 0:
-            plan = plan_step(cfg, step)
-            model.use_rotary(plan.stage)
-            log_validation(training, clock, losses, log, step, plan.windows)
-        batch = batches.next()
-        steps_done = step + 1  # as the log counts
-        losses.push(steps_done, train_step(model, optimizer, batch, batches.peek))
-        losses.poll()
-        if profiler:
-            profiler.step()
-        ms = clock.ms()
-        loss_step, loss = losses.latest
-        loss_text = ""
-        if loss_step:  # on a GPU the newest loss is some steps old
-            loss_text = f" train_loss:{loss:.4f}@{loss_step}"
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / steps_done:.2f}ms"
-        log.print0(f"step:{steps_done}/{cfg.steps} {times}{loss_text}", console=False)
-        bar.set_postfix_str(loss_text, refresh=False)
-        bar.update()
-        if checkpoints and steps_done in checkpoints.steps:
-            with clock.paused() as ms:
-                losses.poll()
-                progress = Progress(steps_done, ms, batch.position)._asdict()
-                save_checkpoint(checkpoints.folder, checkpoints.task, progress, model, optimizer)
-                log.print0(
-                    f"checkpoint: after step {steps_done}; "
-                    f"the same command with --resume {log.path} continues"
-                )
-    optimizer.apply_averages()
-    closing = log_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
-    bar.close()
-    loader.close()
-    epochs = batch.position[0] // len(data.train) + 1
-    return closing | {"steps": cfg.steps, "epochs": epochs}
 
 
 def peak_memory() -> str:
@@ -6749,30 +6831,30 @@ def run(args: argparse.Namespace) -> None:
     cfg = replace(cfg, val_slices=data.val_slices)
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
-    exchange = Exchange(rank, world_size, device=device)
-    loader_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
+    comm = Collectives(rank, world_size, device=device)
+    loader_comm = Collectives(rank, world_size, group)  # of the thread that builds batches
     task = task_of(args, cfg, data, world_size, backend.mlp_dtype)
-    require_same_task(args, task, exchange, resumed)
+    require_same_task(args, task, comm, resumed)
     cannot_be_record = args.checkpoint_every or args.resume or args.profile
     track = "other" if cannot_be_record else track_of(cfg, world_size)
     # name_run() is collective, so no log is begun before all ranks have passed the checks above.
-    path, log_path = name_run(args, track, exchange, resumed)
+    path, log_path = name_run(args, track, comm, resumed)
     if rank == 0 and (args.checkpoint_every or resumed):
-        lock_checkpoints(path.with_suffix(".checkpoint"))
+        lock_checkpoints(checkpoint_folder(path))
     log = RunLog(log_path if rank == 0 else None)
-    begin_log(log, args, replace(cfg, track=track), data, exchange)
+    begin_log(log, args, replace(cfg, track=track), data, comm)
     if resumed:
         log.print0(f"resumed: {path.name} after step {resumed['step']}")
     log.print0("=" * 100, console=False)
     log.print0(f"log: {log.path}", file=False)
-    model, optimizer = build(cfg, backend, exchange, args.seed)
-    training = Training(data, model, optimizer, ValLoader(cfg, data.val), loader_exchange)
+    model, optimizer = build(cfg, backend, comm, args.seed)
+    training = Training(data, model, optimizer, ValLoader(cfg, data.val), loader_comm)
     start = prepare(training, resumed, log)
 
     log_remarks(cfg, val_slices, backend, log)
     every = args.checkpoint_every or cfg.steps
     checkpoint_steps = {padded(n, UPDATE_PERIOD) for n in range(every, cfg.steps, every)} - {cfg.steps}
-    checkpoints = Checkpoints(path.with_suffix(".checkpoint"), task, checkpoint_steps)
+    checkpoints = Checkpoints(checkpoint_folder(path), task, checkpoint_steps)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
         closing = train(training, log, start, checkpoints, profiler)
@@ -6781,7 +6863,7 @@ def run(args: argparse.Namespace) -> None:
         side = "below" if float(closing["val_loss"]) < cfg.target else "not below"
         log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
     if args.save:
-        save_model(args.save, model, path.name[-12:], exchange)
+        save_model(args.save, model, path.name[-12:], comm)
     print_samples(model, data.vocabulary, args.seed, log)
     log.print0(f"log: {log.path}", file=False)
     if rank == 0:

@@ -34,7 +34,7 @@ for folder in "bench", "data", "":
     sys.path.insert(0, str(ROOT / folder))
 
 import train_gpt as tg
-from step_time import SingleRankExchange, synthetic_shard
+from step_time import SingleRankCollectives, synthetic_shard
 
 BIGRAMS = replace(tg.RECORD, ngrams=tg.Ngrams())  # the record preset with bigram_embed
 CUDA = torch.device("cuda", 0)
@@ -221,7 +221,7 @@ def fetch_nothing(table, row_ids):
     return table.cache.new_empty(len(row_ids), table.cache.size(1), requires_grad=False)
 
 
-def validate(model, loader, exchange, windows, slices):
+def validate(model, loader, comm, windows, slices):
     """Does the forwards of train_gpt.validate, whose losses have no values; nor have rows to fetch."""
     with mock.patch.object(torch.Tensor, "unique", lambda ids, return_inverse: (ids.flatten(), ids)):
         for i in range(loader.cfg.val_slices):
@@ -243,20 +243,20 @@ class MetaRun:
         self.cfg = replace(cfg, val_slices=1)
         self.world_size = world_size
         backend = tg.select_backend(self.cfg, CUDA)
-        kind = tg.Exchange
+        kind = tg.Collectives
         if world_size > 1:
-            kind = SingleRankExchange
-        exchange = kind(0, world_size)
-        self.loader_exchange = kind(0, world_size)
-        exchange.device = META
-        self.model, self.optimizer = tg.build(self.cfg, backend, exchange, 0)
+            kind = SingleRankCollectives
+        comm = kind(0, world_size)
+        self.loader_comm = kind(0, world_size)
+        comm.device = META
+        self.model, self.optimizer = tg.build(self.cfg, backend, comm, 0)
         self.folder = tempfile.TemporaryDirectory()
         paths = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
         self.data = tg.Dataset(paths, paths, 1, 0.0, "", ())
         self.val = tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
-        training = tg.Training(self.data, self.model, self.optimizer, self.val, self.loader_exchange)
+        training = tg.Training(self.data, self.model, self.optimizer, self.val, self.loader_comm)
         tg.warm_up(training)
 
 

@@ -53,7 +53,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
 import gpu_code
 import train_gpt as tg
 from scripts import make_parser, run_script
-from step_time import SingleRankExchange, synthetic_shard
+from step_time import SingleRankCollectives, synthetic_shard
 
 # Operations that only make or view tensors.
 NO_LAUNCH = set(
@@ -227,7 +227,7 @@ class Counts(TorchDispatchMode):
         return call
 
 
-class CountingExchange(SingleRankExchange):
+class CountingCollectives(SingleRankCollectives):
     """Exchanges as one rank of several, alone, and counts collectives."""
 
     def __init__(self, world_size: int, counts: Counts):
@@ -298,7 +298,7 @@ class GeneratedCounts(Counts):
 
 PHASE_OF = [
     (tg, "move", "copies"),
-    (tg.Optimizer, "begin_batch", "copies"),
+    (tg.Optimizer, "ensure_batch", "copies"),
     (tg, "forward_backward", "pointer"),
     (tg.GPT, "look_up", "forward"),
     (tg.GPT, "forward", "forward"),
@@ -344,8 +344,8 @@ def run_steps(
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
-        exchange = CountingExchange(world_size, counts)
-        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+        comm = CountingCollectives(world_size, counts)
+        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), comm, backend)
         model.ngrams = optimizer.ngrams
         start = cfg.stage_starts[stage]
         tied = start <= tg.untie_step(cfg)
@@ -356,10 +356,10 @@ def run_steps(
         plan = tg.plan_step(cfg, start + cfg.stages[stage].steps // 2)
         # Rows are fetched for steps after those that run.
         plans = [plan._replace(step=first + i, tied=tied, untie=False) for i in range(count + 8)]
-        batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
+        batches = tg.Prefetcher(loader, plans, SingleRankCollectives(0, world_size))
         if validated:
             val = tg.ValLoader(dataclasses.replace(cfg, val_slices=1), paths)
-            gpu_code.validate(model, val, exchange, plan.windows, 1)
+            gpu_code.validate(model, val, comm, plan.windows, 1)
         for _ in tqdm(range(count), "steps", unit="step", leave=False):
             batch = batches.next()
             with counts.step(batch):

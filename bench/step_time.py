@@ -140,7 +140,7 @@ def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> floa
     return 6 * (weights + scores)
 
 
-class SingleRankExchange(tg.Exchange):
+class SingleRankCollectives(tg.Collectives):
     """Exchanges as one rank of several, without the others: collectives return at once, with its own data."""
 
     def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
@@ -218,13 +218,13 @@ class Training:
         self.paths = paths
         allocated_before = self.allocated()
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
-        kind = SingleRankExchange if world_size > 1 else tg.Exchange
-        exchange = kind(0, world_size, device=variant.device)
+        kind = SingleRankCollectives if world_size > 1 else tg.Collectives
+        comm = kind(0, world_size, device=variant.device)
         # More steps may be timed than the run has, and the table of n-grams counts them.
         last = replace(self.cfg.stages[-1], steps=steps)
         longer = replace(self.cfg, stages=(*self.cfg.stages, last))
         params: dict[str, Tensor] = dict(self.model.named_parameters())
-        self.optimizer = tg.Optimizer(longer, params, exchange, variant.backend)
+        self.optimizer = tg.Optimizer(longer, params, comm, variant.backend)
         self.model.ngrams = self.optimizer.ngrams
         start = self.cfg.stage_starts[stage]
         count = self.cfg.stages[stage].steps

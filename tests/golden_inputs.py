@@ -252,7 +252,7 @@ def head_model(w, chunk, backend=tg.TORCH_BACKEND):
 
 def head_of(w):
     """Returns the LMHead of a matrix w (d, V), with zeros as its gradient so far."""
-    return tg.LMHead(spec_of("lm_head"), w, BASE, tg.Exchange(0, 1))
+    return tg.LMHead(spec_of("lm_head"), w, BASE, tg.Collectives(0, 1))
 
 
 def backward(model, batch, plan):
@@ -309,7 +309,7 @@ def prefetch_group(world_size):
     return dist.new_group(backend="gloo") if world_size > 1 else None
 
 
-class CountingExchange(tg.Exchange):
+class CountingCollectives(tg.Collectives):
     """Counts the bytes that this rank sends, for each kind and parameter, if collectives go in rings."""
 
     def __post_init__(self):
@@ -331,7 +331,7 @@ class CountingExchange(tg.Exchange):
 
 
 def prefetch_exchange(rank, world_size):
-    return CountingExchange(rank, world_size, prefetch_group(world_size))
+    return CountingCollectives(rank, world_size, prefetch_group(world_size))
 
 
 def tensors_of(nest):

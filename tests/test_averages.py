@@ -90,7 +90,7 @@ def run_tiny(rank, world_size, dtype):
     rows = tuple(row for row in tg.PARAMS if row.name in TINY["shapes"])
     cfg = replace(with_dtype(tg.CPU, dtype), stages=stages, averages=TINY_AVERAGES, params=rows)
     params = {name: t.to(tg.dtype_of(dtype)) for name, t in tiny_weights(0).items()}
-    optimizer = tg.Optimizer(cfg, params, tg.Exchange(rank, world_size))
+    optimizer = tg.Optimizer(cfg, params, tg.Collectives(rank, world_size))
     averages = defaultdict(list)
     for step in range(TINY["N"]):
         for name, t in tiny_weights(step).items():
@@ -204,8 +204,8 @@ def test_endings_are_on_the_clock_and_before_the_final_validation(everything, mo
 
     for where in "Optimizer.apply_averages", "Clock.synchronized", "validate":
         wrap(where, record, monkeypatch.setattr)
-    exchange, model, optimizer = build(0, 1, everything)
-    tg.train(training_of(model, optimizer, exchange), tg.RunLog(), tg.Progress())
+    comm, model, optimizer = build(0, 1, everything)
+    tg.train(training_of(model, optimizer, comm), tg.RunLog(), tg.Progress())
     # The clock starts, and stops while the averages are validated.
     assert calls == ["synchronized", "apply_averages", "synchronized", "validate", "synchronized"]
 

@@ -337,7 +337,7 @@ CASES = [
     # A rank hangs, which neither torchrun nor the backend ends: the other one times out.
     Case("a silent rank", said=False, ranks=2, steps=4,
          faults={0: SetGlobal("COLLECTIVE_TIMEOUT", timedelta(seconds=15)),
-                 1: FaultAtCall("Exchange.all_gather", 34, hang)},
+                 1: FaultAtCall("Collectives.all_gather", 34, hang)},
          statuses={0: 1, 1: -signal.SIGTERM}),
     # A finished step is on disk, whatever comes after it: no line waits in a buffer.
     ended(signal.SIGKILL, 0, "a process dies when a step is logged", FaultAtCall("tqdm.update", 4, die),

@@ -153,7 +153,7 @@ def test_close(cfg):
         raise tg.UserError("on purpose")
 
     loader.micro_batches = slow_build
-    tg.Prefetcher(loader, [tg.plan_step(cfg, 0)], tg.Exchange(0, 1))
+    tg.Prefetcher(loader, [tg.plan_step(cfg, 0)], tg.Collectives(0, 1))
     closing = threading.Thread(target=loader.close, daemon=True)
     closing.start()
     closing.join(0.1)

@@ -97,7 +97,7 @@ def test_golden_untying():
     params["embed"] = params["lm_head"].T.contiguous()
     five = torch.arange(5, dtype=torch.int32)
     all_rows = tg.RowRoutes([5], [5], five, five, tg.make_segments(five))
-    optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
+    optimizer, events = tg.Optimizer(cfg, params, tg.Collectives(0, 1)), iter(golden["fp64_after_adam_steps"])
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
             optimizer.params[name].main_grad += coarse(params[name].shape, k + step - 1172)
@@ -135,7 +135,7 @@ SMALL_CFG = replace(BASE, params=SMALL, ngrams=tg.Ngrams(), dtype="float64", lat
 def test_joined_parameters_are_updated_as_each_alone():
     """Compares bits. Each has its own rates; the first and the third share betas, so a vector."""
     params = small_values(99)
-    optimizer = tg.Optimizer(SMALL_CFG, params, tg.Exchange(0, 1))
+    optimizer = tg.Optimizer(SMALL_CFG, params, tg.Collectives(0, 1))
     plans = [tg.plan_step(SMALL_CFG, step) for step in range(8)]
     for plan in plans:
         for name, grad in small_values(plan.step).items():
@@ -184,7 +184,7 @@ def golden_slices(step):
 def table_events(dtype):
     """Yields the golden event, the touched rows, their mean gradients and the table, after each update."""
     ngrams = tg.Ngrams((2, 3), TABLE["half"], width=TABLE["width"], dtype=dtype)
-    table = tg.NgramTable(tiny_config(dtype, ngrams=ngrams), tg.Exchange(0, 1))
+    table = tg.NgramTable(tiny_config(dtype, ngrams=ngrams), tg.Collectives(0, 1))
     grads = torch.zeros_like(table.block, dtype=table.state["second_moment"].dtype)
     all_signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(grads)
     events, touched = iter(TABLE["events"]), set()
@@ -200,7 +200,15 @@ def table_events(dtype):
             assert want["step"] == step
             ids = sorted(touched)
             plan = plan._replace(lr_mul=want["eta"] / 0.56)
-            tg.row_adam(table.block, tg.int32(np.array(ids)), grads[ids], table.state, ngrams, plan)
+            tg.row_adam(
+                table.block,
+                tg.int32(np.array(ids)),
+                grads[ids],
+                table.state,
+                table.beta2_powers,
+                ngrams,
+                plan,
+            )
             yield want, ids, grads[ids], table
             grads.zero_()
             touched.clear()
@@ -211,13 +219,13 @@ def test_time_passes_with_the_steps_of_n_grams():
     """Not with their updates: the first of every fourth step may come after fewer steps."""
     ngrams = tg.Ngrams((2,), 4, width=8, dtype="float32", update_every=(1, 4))
     cfg = tiny_config("float32", ngrams=ngrams, late_updates_from=5)
-    table = tg.NgramTable(cfg, tg.Exchange(0, 1))
+    table = tg.NgramTable(cfg, tg.Collectives(0, 1))
     times = []
     for step in range(cfg.steps):
         plan = tg.plan_step(cfg, step)
         if plan.is_update_step(ngrams.update_every):
             rows = torch.arange(4, dtype=torch.int32)
-            tg.row_adam(table.block, rows, torch.ones(4, 8), table.state, ngrams, plan)
+            tg.row_adam(table.block, rows, torch.ones(4, 8), table.state, table.beta2_powers, ngrams, plan)
             times.append(table.state["last_update"][0].item())
     assert times == [1, 2, 3, 4, 5, *range(8, cfg.steps + 1, 4)]
 

@@ -17,7 +17,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 import train_gpt as tg
 from configs import BASE
 from golden_inputs import generator, spec_of, training_of, val_loader
-from gpu_code import SingleRankExchange
+from gpu_code import SingleRankCollectives
 from test_distributed import build, few_layers, run_steps  # noqa: F401 (a fixture)
 from test_reference import dense_attention
 
@@ -77,11 +77,11 @@ def compile(monkeypatch):
 
 def train(cfg, backend):
     """Trains a run, with a validation after every step; returns losses and the model's tensors."""
-    exchange, model, optimizer = build(0, 1, cfg, backend=backend)
+    comm, model, optimizer = build(0, 1, cfg, backend=backend)
     val = val_loader(cfg)
     losses = []
     for batch, loss in run_steps(model, optimizer):
-        losses += [loss.item(), tg.validate(model, val, exchange, batch.plan.windows)]
+        losses += [loss.item(), tg.validate(model, val, comm, batch.plan.windows)]
     return losses, model.state_dict()
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
     val_slice_tokens=48
     """
     cfg = tg.with_settings(replace(few_layers, layers=layers), changes.split())
-    exchange = SingleRankExchange(0, 8)
+    comm = SingleRankCollectives(0, 8)
     graphs = Graphs(monkeypatch, "aot_eager")
     with ThreadPoolExecutor(1) as thread:
 
@@ -119,7 +119,7 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
             return thread.submit(backward, *args, **options).result()
 
         monkeypatch.setattr(torch.autograd, "backward", in_thread)
-        training = training_of(*tg.build(cfg, MASKED, exchange, 0), exchange)
+        training = training_of(*tg.build(cfg, MASKED, comm, 0), comm)
         validate = tg.validate
 
         def validate_alone(*args):

@@ -15,7 +15,7 @@ import torch
 import train_gpt as tg
 from configs import BASE
 from golden_inputs import (
-    CountingExchange,
+    CountingCollectives,
     bits_of,
     flatten,
     generator,
@@ -126,7 +126,7 @@ def shuffled(cfg, seed):
 
 def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
     """Returns exchange, model and optimizer of a rank."""
-    exchange = CountingExchange(rank, world_size)
+    comm = CountingCollectives(rank, world_size)
     tg.check_config(cfg, world_size)
     model = tg.GPT(cfg, world_size, seed=seed, backend=backend)
     model.longest_prefix.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
@@ -136,9 +136,9 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
             if name != "embed":
                 getattr(model, name)[: shape[0]] += 0.03 * torch.randn(shape, generator=noise)
         model.embed.copy_(model.lm_head.T)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), comm, backend)
     model.ngrams = optimizer.ngrams
-    return exchange, model, optimizer
+    return comm, model, optimizer
 
 
 def start_values(cfg):
@@ -189,8 +189,8 @@ def first_batch(cfg, rank=0, world_size=1):
 
 def run_steps(model, optimizer, first=0, position=(0, 0)):
     """Trains from step `first` to the end; yields every batch and its loss."""
-    exchange = optimizer.exchange
-    batches = batches_of(model.cfg, exchange.rank, exchange.world_size, first, position)
+    comm = optimizer.comm
+    batches = batches_of(model.cfg, comm.rank, comm.world_size, first, position)
     try:
         for _ in range(first, model.cfg.steps):
             batch = batches.next()
@@ -245,7 +245,7 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
     warm: steps of a warm-up. steps: what after_step(model, optimizer) returned. reads: the rows that each
     step reads, by MicroBatch's field. sent: this rank's bytes in training.
     """
-    exchange, model, optimizer = build(rank, world_size, cfg)
+    comm, model, optimizer = build(rank, world_size, cfg)
     if warm:
         warm_up(model, optimizer, warm, prefetch_exchange(rank, world_size))
     if optimizer.ngrams:
@@ -256,8 +256,8 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
     val = val_loader(cfg)
     windows = tg.window_tokens(cfg, cfg.val_windows)
     model.use_rotary(len(cfg.stages) - 1)
-    found = {"start": tg.validate(model, val, exchange, windows), "losses": [], "steps": [], "reads": []}
-    exchange.bytes_sent.clear()
+    found = {"start": tg.validate(model, val, comm, windows), "losses": [], "steps": [], "reads": []}
+    comm.bytes_sent.clear()
     batches = batches_of(cfg, rank, world_size)
     for _ in range(cfg.steps):
         batch = batches.next()
@@ -269,9 +269,9 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
         found["losses"].append(tg.train_step(model, optimizer, batch, batches.peek).item())
         found["steps"].append(after_step(model, optimizer))
     batches.loader.close()
-    found["sent"] = dict(exchange.bytes_sent | batches.exchange.bytes_sent)
+    found["sent"] = dict(comm.bytes_sent | batches.comm.bytes_sent)
     optimizer.apply_averages()
-    found["val"] = tg.validate(model, val, exchange, windows)
+    found["val"] = tg.validate(model, val, comm, windows)
     found["final"] = whole(model, optimizer)
     if optimizer.ngrams:
         state = optimizer.ngrams.state_dict()
@@ -437,7 +437,7 @@ def test_warm_up_leaves_no_trace(workers, everything):
 
 def first_gradients(rank, world_size, cfg):
     """Returns this rank's blocks of the first batch's mean gradients."""
-    exchange, model, optimizer = build(rank, world_size, cfg)
+    comm, model, optimizer = build(rank, world_size, cfg)
     optimizer.step = lambda *_: None
     tg.train_step(model, optimizer, first_batch(cfg, rank, world_size))
     found = {}
@@ -445,7 +445,7 @@ def first_gradients(rank, world_size, cfg):
         grad = param.main_grad
         if grad is None:
             grad = param.p.grad
-        found[name] = exchange.reduce_scatter(name, grad, in_rank_order=True).wait()
+        found[name] = comm.reduce_scatter(name, grad, in_rank_order=True).wait()
     return found
 
 
@@ -487,7 +487,7 @@ def test_gathers_end_in_the_next_step(everything, monkeypatch):
 
     No gather is waited for in the step that starts it. The next step, or a validation, waits for all.
     """
-    monkeypatch.setattr(tg.Exchange, "all_gather", lambda self, name, t: tg.Pending(t, LateGather(t)))
+    monkeypatch.setattr(tg.Collectives, "all_gather", lambda self, name, t: tg.Pending(t, LateGather(t)))
 
     def check(model, optimizer):
         for param in optimizer.params.values():
@@ -511,7 +511,7 @@ def wide_range(rank):
 
 
 def mean_in_rank_order(rank, world_size):
-    return tg.Exchange(rank, world_size).reduce_scatter("x", wide_range(rank), in_rank_order=True).wait()
+    return tg.Collectives(rank, world_size).reduce_scatter("x", wide_range(rank), in_rank_order=True).wait()
 
 
 def test_the_fp32_sum_is_in_rank_order(workers):
@@ -548,8 +548,8 @@ def test_the_loss_of_a_step_is_a_mean(cfg):
 def test_validation_losses_are_averaged_in_fp32(cfg):
     """Validates a bf16 model: with its 8 bits the mean would be off in the third digit."""
     cfg = with_dtype(cfg, "bfloat16")
-    exchange, model, _ = build(0, 1, cfg)
+    comm, model, _ = build(0, 1, cfg)
     val = val_loader(cfg)
     windows = {"short": 6, "long": 20}
     losses = [model.token_losses(val.slice(i), windows).mean().item() for i in range(3)]
-    assert tg.validate(model, val, exchange, windows) == pytest.approx(np.mean(losses), rel=1e-6)
+    assert tg.validate(model, val, comm, windows) == pytest.approx(np.mean(losses), rel=1e-6)

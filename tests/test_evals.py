@@ -69,7 +69,7 @@ def change(saved, **settings):
 
 def save(path, model):
     """Saves a model as a run of one process does."""
-    tg.save_model(path, model, "0123456789ab", tg.Exchange(0, 1))
+    tg.save_model(path, model, "0123456789ab", tg.Collectives(0, 1))
 
 
 def random_model(run, *change):

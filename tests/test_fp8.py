@@ -127,9 +127,9 @@ def test_a_checkpoint_holds_the_scales(cfg):
 
 @pytest.mark.slow
 def test_the_warm_up_leaves_no_scales(cfg):
-    exchange, model, optimizer = build(0, 1, cfg, backend=FP8)
+    comm, model, optimizer = build(0, 1, cfg, backend=FP8)
     before = tg.training_state(model, optimizer)
-    tg.warm_up(training_of(model, optimizer, exchange))
+    tg.warm_up(training_of(model, optimizer, comm))
     assert same_bits(before, tg.training_state(model, optimizer))
     assert (model.fp8_mlps.scales[:, 2, 0] == 1).all() and not model.fp8_mlps.weight_amax.any()
 

@@ -57,7 +57,7 @@ def mlps():
     ]
     before, amax = torch.zeros(2, 1, 2)
     rooms = torch.tensor([1.03 / tg.E4M3_MAX, tg.FP8_GRAD_MARGIN / tg.E5M2_MAX])  # the golden ones
-    state = SimpleNamespace(scales=scales, margins=rooms)
+    state = SimpleNamespace(scales=scales, scale_per_amax=rooms)
     for step, golden in enumerate(MLP["steps"]):
         h, fc, proj, dy = mlp_inputs(step)
         if step < MLP["exact_refreshes"]:

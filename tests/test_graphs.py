@@ -121,7 +121,7 @@ def train(cfg, saved=None):
                 checkpoint["ngrams"] = copy.deepcopy(optimizer.ngrams.state_dict())
         elif cfg.cuda_graphs:
             model.use_rotary((batch.plan.stage + step) % len(cfg.stages))
-            tg.validate(model, training.val, optimizer.exchange, batch.plan.windows)
+            tg.validate(model, training.val, optimizer.comm, batch.plan.windows)
     if cfg.cuda_graphs:
         assert StandInGraph.count == warmed_up, "a graph was captured on the clock"
         for captured in model.graphs.captured.values():

@@ -48,7 +48,7 @@ def test_packed_losses_are_those_of_each_text_alone(tmp_path, orders):
     """Whatever it is packed with: bigrams or n-grams, the smear and shifted keys look at the token before."""
     path = str(tmp_path / "model.pt")
     model = random_model(tmp_path, "val_slice_tokens=256", "dtype=float64", f"ngrams.orders={orders}")
-    model.ngrams = tg.Optimizer(model.cfg, dict(model.named_parameters()), tg.Exchange(0, 1)).ngrams
+    model.ngrams = tg.Optimizer(model.cfg, dict(model.named_parameters()), tg.Collectives(0, 1)).ngrams
     if orders:
         model.ngrams.block.normal_(generator=generator(1))
     save(path, model)

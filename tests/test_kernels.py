@@ -289,7 +289,7 @@ def test_softcap_loss_in_fp8(interpreted, guarded, unit, dtype):
         apart = fp8_steps_apart(found[1], tg.to_fp8(exact, unit, torch.float8_e5m2))
         assert apart.max() <= 1 and apart.float().mean() < 0.01  # they differ only near ties
         numbers = torch.rand(2, n, generator=generator(2)) / 2
-        copies = tg.PointerProbs(numbers, torch.tensor([V - 1]), torch.empty_like(numbers))
+        copies = tg.PointerOutput(numbers, torch.tensor([V - 1]), torch.empty_like(numbers))
         pointed = interpreted.triton_softcap_loss(logits, targets, weights, unit, copies)
         for _, grad, transposed in (found, pointed):
             assert grad.dtype == torch.float8_e5m2 and transposed.is_contiguous()

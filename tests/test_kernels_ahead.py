@@ -84,7 +84,7 @@ def kernel_cases():
         add(f"relu_square{kind} small", *call, tiles=tg.RELU_SQUARE_TILES["small"])
         add(f"relu_square{kind} large", *call, tiles=tg.RELU_SQUARE_TILES[large])
     numbers = meta(2, T, dtype=fp32)[:, :chunk]
-    copies = tg.PointerProbs(numbers, meta(1, dtype=int64), numbers)
+    copies = tg.PointerOutput(numbers, meta(1, dtype=int64), numbers)
     for weights, unit, probs in itertools.product(WEIGHTS, (0.0, tg.FP8_DLOGITS_SCALE), (None, copies)):
         kind = "e5m2" if unit else "bf16"
         logits = meta(chunk, V, dtype=e4m3 if unit else torch.bfloat16)

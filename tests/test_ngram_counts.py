@@ -69,7 +69,7 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
     losses = [float(loss) for loss, _ in rows]
     val = val_loader(cfg)
     windows = tg.window_tokens(cfg, cfg.val_windows)
-    assert losses[0] == pytest.approx(tg.validate(model, val, tg.Exchange(0, 1), windows), abs=6e-5)
+    assert losses[0] == pytest.approx(tg.validate(model, val, tg.Collectives(0, 1), windows), abs=6e-5)
     assert max(losses[1:]) < losses[0] - 1  # the model has learned nothing
     assert rows[1][1] == f"{sum(stage.steps * stage.batch_tokens for stage in cfg.stages):,}"
     assert "35,200" < rows[3][1] < "35,500"  # of 36,000

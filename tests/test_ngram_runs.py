@@ -130,12 +130,12 @@ def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
 def save_table(rank, world_size, folder, cfg):
     """Saves a table of random rows; returns them."""
     model = tg.GPT(cfg, world_size)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(rank, world_size))
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Collectives(rank, world_size))
     model.ngrams = optimizer.ngrams
     rows = torch.randn(602, 12, generator=generator(1)).bfloat16()
     own = rows[rank::world_size]
     optimizer.ngrams.block[: len(own)] = own
-    tg.save_model(f"{folder}/m.pt", model, "0123456789ab", optimizer.exchange)
+    tg.save_model(f"{folder}/m.pt", model, "0123456789ab", optimizer.comm)
     return rows
 
 
@@ -179,7 +179,7 @@ def test_a_table_that_does_not_fit_is_one_line(corpus, monkeypatch, error):
     reason = re.escape(str(error).splitlines()[0])
     message = rf"^the n-gram table does not fit in memory: {reason}; lower ngrams.rows_per_order [^\n]*$"
     with pytest.raises(tg.UserError, match=message):
-        tg.make_ngram_table(make_config(corpus, *NGRAMS), tg.Exchange(0, 2))
+        tg.make_ngram_table(make_config(corpus, *NGRAMS), tg.Collectives(0, 2))
 
 
 # ---- the preset --------------------------------------------------------------------------------------------

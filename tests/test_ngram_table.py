@@ -31,9 +31,9 @@ class WholeTable(tg.NgramTable):
     with main_grad is of no use here.
     """
 
-    def __init__(self, cfg, exchange):
-        super().__init__(cfg, tg.Exchange(0, 1))
-        self.world_size = exchange.world_size
+    def __init__(self, cfg, comm, backend):
+        super().__init__(cfg, tg.Collectives(0, 1), backend)
+        self.world_size = comm.world_size
         self.looked_up = []  # since the last update
 
     def do_nothing(self, *_):
@@ -70,7 +70,7 @@ class WholeTable(tg.NgramTable):
 
     def update(self, grad, plan):
         rows = self.touched.nonzero()[:, 0].int()
-        tg.row_adam(self.block, rows, grad[rows], self.state, self.spec, plan)
+        tg.row_adam(self.block, rows, grad[rows], self.state, self.beta2_powers, self.spec, plan)
 
 
 look_up = tg.GPT.look_up
@@ -160,7 +160,7 @@ class Storages(TorchDispatchMode):
 
 def live(rank, world_size, cfg, folder, limit):
     """Runs what a table goes through; returns large storages, and the peak of Python's and NumPy's memory."""
-    exchange, model, optimizer = build(rank, world_size, cfg)
+    comm, model, optimizer = build(rank, world_size, cfg)
     mode = Storages(limit, {t.untyped_storage().data_ptr() for t in optimizer.ngrams.state_dict().values()})
     val, windows = val_loader(cfg), tg.window_tokens(cfg, cfg.val_windows)
     build_batch = tg.Prefetcher._build
@@ -179,11 +179,11 @@ def live(rank, world_size, cfg, folder, limit):
             tg.train_step(model, optimizer, batches.next(), batches.peek)
         batches.loader.close()
         model.use_rotary(3)  # the last, as a loaded model's
-        tg.validate(model, val, exchange, windows)
+        tg.validate(model, val, comm, windows)
         tg.save_checkpoint(folder / "x.checkpoint", {}, {"step": 3}, model, optimizer)
-        tg.save_model(str(folder / "model.pt"), model, "run", exchange)
-        exchange.from_rank_0(None)  # all ranks have written
-        tg.validate(load_model(str(folder / "model.pt")), val, tg.Exchange(0, 1), windows)
+        tg.save_model(str(folder / "model.pt"), model, "run", comm)
+        comm.from_rank_0(None)  # all ranks have written
+        tg.validate(load_model(str(folder / "model.pt")), val, tg.Collectives(0, 1), windows)
     return mode.large, tracemalloc.get_traced_memory()[1]
 
 

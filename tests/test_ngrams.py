@@ -176,7 +176,7 @@ def test_no_segments():
     assert [part.tolist() for part in nothing[:3]] == [[], [], [0]]
 
 
-class ReturningExchange(tg.Exchange):
+class ReturningCollectives(tg.Collectives):
     """Sends everything back to this rank."""
 
     def all_to_all(self, kind, name, rows, input_splits, output_splits, out=None):
@@ -187,7 +187,7 @@ class ReturningExchange(tg.Exchange):
 def test_slots_of_ngrams_are_their_places_in_the_exchange(world_size):
     """Checks rows in any order, of which some ranks may own none."""
     for rows in [], [5], [0, 3, 24], [9, 1, 2, 30, 16, 7, LARGEST]:
-        plan, slots = tg.route_ngrams(ReturningExchange(0, world_size), np.array(rows, np.int32))
+        plan, slots = tg.route_ngrams(ReturningCollectives(0, world_size), np.array(rows, np.int32))
         by_owner = [[row for row in rows if row % world_size == rank] for rank in range(world_size)]
         assert plan.input_splits == [len(owned) for owned in by_owner]
         assert plan.rows.tolist() == sum(by_owner, [])

@@ -36,9 +36,9 @@ def train_on_meta(cfg, monkeypatch, backend=tg.TORCH_BACKEND):
     """Runs all steps, with everything that a GPU would hold on "meta"."""
     monkeypatch.setattr(torch, "_scaled_mm", gpu_code.scaled_mm)
     monkeypatch.setattr(tg.GPT, "initialize", lambda self, seed: None)
-    exchange = tg.Exchange(0, 1, device=torch.device("meta"))
+    comm = tg.Collectives(0, 1, device=torch.device("meta"))
     backend = backend._replace(segment_sum_rows=segment_sum_rows)
-    model, optimizer = tg.build(cfg, backend, exchange, 0)
+    model, optimizer = tg.build(cfg, backend, comm, 0)
     batches = batches_of(cfg, 0, 1)
     for name in ("tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, partial(fail_on_device, getattr(torch, name)))

@@ -73,7 +73,7 @@ NO_DIGITS_IN_FP32 = "floor", "gate_fully_open"  # of the gradients
 def mixture_inputs(case, dtype):
     """Returns logits, targets, weights of the targets, and the pointer's probabilities."""
     probs = torch.tensor([case["p_copy"], case["a_sink"]], dtype=dtype)
-    copies = tg.PointerProbs(probs, torch.tensor([24]), torch.empty_like(probs))
+    copies = tg.PointerOutput(probs, torch.tensor([24]), torch.empty_like(probs))
     logits = torch.tensor(case["logits"], dtype=dtype)
     return logits, torch.tensor(case["targets"]), torch.tensor(case["weights"], dtype=dtype), copies
 
@@ -86,7 +86,7 @@ def test_golden_mixture(case, dtype):
     losses, grad = tg.softcap_loss(logits, targets, weights, pointer_probs=copies)
     close(losses, case["losses"], dtype, fp32=2e-6)
     if dtype == torch.float64 or case["name"] not in NO_DIGITS_IN_FP32:
-        for ours, name in zip((grad, *copies.grad), MIXTURE_GRADS):
+        for ours, name in zip((grad, *copies.dprobs), MIXTURE_GRADS):
             close(ours, case[name], dtype)
     if case["weights"] == [1.0]:
         close(tg.next_token_losses(logits, targets[:, 0], copies), case["losses"], dtype, fp32=4e-6)
@@ -101,14 +101,14 @@ def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
     wants = [case[name] for name in MIXTURE_GRADS]
     if case["name"] in NO_DIGITS_IN_FP32:
         _, grad = tg.softcap_loss(logits, targets, weights, pointer_probs=copies)
-        wants = [grad, *copies.grad.clone()]
+        wants = [grad, *copies.dprobs.clone()]
     losses, grad = interpreted.triton_softcap_loss(logits, targets, weights, pointer_probs=copies)
     close(losses, case["losses"], torch.float32, fp32=2e-6)
-    for ours, want in zip((grad, *copies.grad), wants):
+    for ours, want in zip((grad, *copies.dprobs), wants):
         close(ours, want, torch.float32)
     targets[0] = -1
     interpreted.triton_softcap_loss(logits, targets, weights, pointer_probs=copies)
-    assert not copies.grad[:, 0].any()
+    assert not copies.dprobs[:, 0].any()
 
 
 @PINNED
@@ -134,9 +134,9 @@ def test_golden_head(name, dtype, chunk):
     head = head_of(w)
     queries = tg.GPT.pointer_inputs(model, x)
     found, lse = tg.pointer(queries, batch, window_of(case))
-    copies = tg.PointerProbs(found, torch.tensor([HEAD["column"]]), torch.empty_like(found))
+    copies = tg.PointerOutput(found, torch.tensor([HEAD["column"]]), torch.empty_like(found))
     loss, dx = tg.GPT.head_loss_and_grad(model, x.detach(), targets, weights, head, 1.0, candidates, copies)
-    query_grads = tg.pointer_grad(queries, batch, window_of(case), found, lse, copies.grad)
+    query_grads = tg.pointer_grad(queries, batch, window_of(case), found, lse, copies.dprobs)
     torch.autograd.backward(queries, query_grads)
     close(loss, case["sum"], dtype, fp64=1e-12, fp32=1e-6)
     close(x.grad + dx, case["d_x"], dtype)

@@ -67,7 +67,7 @@ LOSSES = "losses.append(next_token_losses(logits, micro_batch.targets[chunk], ch
 STEP = "        losses.push(done, train_step(model, optimizer, batch, batches.peek))\n"
 BUILD = "    model, optimizer = build(cfg, backend, exchange, args.seed)\n"
 CROSS_ENTROPY = 'return F.cross_entropy(z, targets, reduction="none")'
-MEAN_OF_SLICES = "return exchange.all_reduce(losses).wait().mean().item()"
+MEAN_OF_SLICES = "return comm.all_reduce(losses).wait().mean().item()"
 
 # By the rule that they break: what is replaced by what.
 CHEATS = {
@@ -139,7 +139,7 @@ CHEATS = {
         ],
         "the mean of the best slices": [
             MEAN_OF_SLICES,
-            "return exchange.all_reduce(losses).wait().sort().values[: slices - 1].mean().item()",
+            "return comm.all_reduce(losses).wait().sort().values[: slices - 1].mean().item()",
         ],
         "the easiest documents first": [
             "paths])[:need]\n",
@@ -179,7 +179,7 @@ CHEATS = {
         "steps before the clock": [
             BUILD,
             BUILD + "    loader = TrainLoader(cfg, data.train, rank, world_size)\n"
-            "    early = Prefetcher(loader, [plan_step(cfg, step) for step in range(2)], loader_exchange)\n"
+            "    early = Prefetcher(loader, [plan_step(cfg, step) for step in range(2)], loader_comm)\n"
             "    for _ in range(2):\n"
             "        train_step(model, optimizer, early.next(), early.peek)\n"
             "    loader.close()\n",

@@ -281,10 +281,10 @@ def test_a_resumed_run_keeps_its_name(tmp_path):
     (log.with_suffix(".checkpoint") / "step00000004").mkdir(parents=True)
     resume = functools.partial(SimpleNamespace, seed=0, resume=str(log))
     for name in "", "Mine":
-        path, _ = tg.name_run(resume(name=name), "other", tg.Exchange(0, 1), {"step": 4})
+        path, _ = tg.name_run(resume(name=name), "other", tg.Collectives(0, 1), {"step": 4})
         assert path == log.with_suffix("")
     with pytest.raises(tg.UserError, match="^--name ine: .* another name"):
-        tg.name_run(resume(name="ine"), "other", tg.Exchange(0, 1), {"step": 4})
+        tg.name_run(resume(name="ine"), "other", tg.Collectives(0, 1), {"step": 4})
 
 
 @pytest.mark.slow

@@ -296,7 +296,7 @@ def test_presets_for_cpus_leave_the_gpu_alone(monkeypatch, preset, device):
 
 def test_the_date_of_run_sh_names_the_folder(monkeypatch):
     monkeypatch.setenv("RUN_DATE", "2026-01-01")
-    log = tg.name_run(tg.parse_args(["--name", "Idea"]), "cpu", tg.Exchange(0, 1), {})[0]
+    log = tg.name_run(tg.parse_args(["--name", "Idea"]), "cpu", tg.Collectives(0, 1), {})[0]
     assert log.parent == Path("records/cpu/2026-01-01_Idea")
 
 

@@ -37,22 +37,20 @@ def draw(rank, world_size, dtype, i):
 
 def compare(rank, world_size, dtype):
     """Runs sparse exchanges beside dense ones, and checks their bits."""
-    exchange = tg.Exchange(rank, world_size)
+    comm = tg.Collectives(rank, world_size)
     means = {name: torch.zeros((ROWS_PER_RANK[kind], *shape)) for name, (kind, shape) in ROW_SHAPES.items()}
     for i in range(ROUNDS):
         masks, grads = draw(rank, world_size, dtype, i)
         plans, pending = {}, {}
         for kind, mask in masks.items():
             rows = mask.nonzero().flatten().numpy()
-            plans[kind] = tg.route_rows(exchange, kind, rows, *np.divmod(rows, ROWS_PER_RANK[kind]))
+            plans[kind] = tg.route_rows(comm, kind, rows, *np.divmod(rows, ROWS_PER_RANK[kind]))
         for name, (kind, _) in ROW_SHAPES.items():
             grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-            pending[name] = tg.reduce_rows(
-                exchange, tg.TORCH_BACKEND, name, grad[plan.rows], plan, means[name]
-            )
+            pending[name] = tg.reduce_rows(comm, tg.TORCH_BACKEND, name, grad[plan.rows], plan, means[name])
         for name in reversed(ROW_SHAPES):
-            want = exchange.reduce_scatter(name, grads[name], in_rank_order=True).wait()
+            want = comm.reduce_scatter(name, grads[name], in_rank_order=True).wait()
             mean = pending[name].wait()
             assert mean.data_ptr() == means[name].data_ptr() and same_bits(mean, want), (i, name)
             mean.index_fill_(0, plans[ROW_SHAPES[name][0]].local_rows.long(), 0)  # as the optimizer does

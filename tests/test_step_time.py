@@ -37,7 +37,7 @@ def test_flops_by_hand():
 
 def test_every_rank_sends_as_many_rows():
     owner, place = np.array([[0, 0, 0, 1, 2], [1, 4, 6, 2, 0]], np.int32)
-    plan = tg.route_rows(step_time.SingleRankExchange(0, 3), "tokens", np.arange(5), owner, place)
+    plan = tg.route_rows(step_time.SingleRankCollectives(0, 3), "tokens", np.arange(5), owner, place)
     assert plan.output_splits == [3, 3, 3]
     assert plan.local_rows[:3].tolist() == [1, 4, 6]
 

@@ -10,8 +10,8 @@
     times     host and device ms of each stage's step, and the batch builder's of CPU; each kernel, and
               FlashAttention 2 and 3, against plain torch and measured ceilings
     run       a twentieth of train_gpt.py's run on synthetic tokens, with a trace; again with plain settings
-    nccl      every call of Exchange, and training by other exchanges, on all GPUs (collectives.py); on two or
-              more, runs with fp32 sums and with dense tables, against the run before
+    nccl      all calls of Collectives, and training by other exchanges, on all GPUs (collectives.py); on two
+              or more, runs with fp32 sums and with dense tables, against the run before
     host      what single operations take of the host (host.py)
     launches  one rank of 8 with CUDA graphs and without: host, device and builder, by function, operation
               and kernel (launching.py)
@@ -200,9 +200,9 @@ def graphs(setup: Setup) -> Iterator[Row]:
     cfg = with_settings(setup.cfg, few)
     data = tg.Dataset(setup.paths, setup.paths, 1, 0.0, "")
     backend = tg.select_backend(cfg, setup.device)
-    exchange = tg.Exchange(0, 1, device=setup.device)
-    built = tg.build(cfg, backend, exchange, 0)
-    training = tg.Training(data, *built, tg.ValLoader(cfg, setup.paths), tg.Exchange(0, 1))
+    comm = tg.Collectives(0, 1, device=setup.device)
+    built = tg.build(cfg, backend, comm, 0)
+    training = tg.Training(data, *built, tg.ValLoader(cfg, setup.paths), tg.Collectives(0, 1))
     stats = counters["stats"]
     tg.warm_up(training)
     warm = stats["unique_graphs"]

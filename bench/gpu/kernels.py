@@ -54,7 +54,7 @@ class StageOperands:
         self.dtype = tg.dtype_of(cfg.dtype)
         self.plan = tg.plan_step(cfg, cfg.stage_starts[stage])
         loader = tg.TrainLoader(cfg, paths, 0, 1)
-        batch = tg.Prefetcher(loader, [self.plan], tg.Exchange(0, 1)).next().micro_batches[-1]
+        batch = tg.Prefetcher(loader, [self.plan], tg.Collectives(0, 1)).next().micro_batches[-1]
         loader.close()
         documents = batch.cu_seqlens.numpy()
         self.layer_keys = step_time.layer_keys(cfg, self.plan, documents)
