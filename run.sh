@@ -41,6 +41,7 @@ processes=${NPROC_PER_NODE:-2}
 [[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || die "NPROC_PER_NODE must be a number from 1 on, not '$processes'"
 preset=${preset:-cpu}
 [[ $preset == record ]] || export CUDA_VISIBLE_DEVICES='' gpu=''
+[[ $name/ != */baseline/* ]] || die "--name $name: only --against makes a baseline/; give another name"
 [[ ! $tiny || ! $against ]] || name=''   # a rehearsal
 if [[ $tiny ]]; then   # it stays short
     args=("${args[@]/#length=*/length=0.05}")

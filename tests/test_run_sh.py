@@ -283,7 +283,6 @@ def test_a_run_goes_on_without_a_screen(ready, screen):
 
 WRONG = {
     "--runs=0": "--runs",
-    "--runs x": "--runs",
     "--seed": "--seed",
     "--seed=0x1": "--seed",
     "--seed=1234567890": "--seed",
@@ -292,6 +291,7 @@ WRONG = {
     "--runs 2 --save m.pt": "--save",
     "none.py": "none.py",
     "old.py train_gpt.py": "one script",
+    "--name X/baseline": "baseline",
     "--against none.py --name X": "none.py",
     "--against old.py": "--name",
     "old.py --against old.py --name X": "the same",
