@@ -104,14 +104,19 @@ TERMINAL_CODES = re.compile(rb"\x1b(?:\[[ -?]*[@-~]|\][^\x07\n\x1b]*\x07|[ -/]*[
 LINE_BEGINS = re.compile(
     rb"\r|^\[?(?:\d{4}-\d\d-\d\d[T ]|[A-Z][a-z][a-z] [ \d]\d )?\d\d:\d\d:\d\d[^\s\]]*\]?:? "
     rb"|\[[\w,]*\d\](?:<\w+>)?: ?"
-    rb"|(?<!\n)(?=step:\d+/\d+ (?:val_loss|train_loss|train_time):|epochs: \d+\s*$|target [\d.]+: )",
+    rb"|(?<!\n)(?=step:\d+/\d+ (?:val_loss|train_loss|train_time):|epochs: \d+\s*$"
+    rb"|target [\d.]+: (?:not )?below; one run)",
     re.MULTILINE,
 )
+SAMPLE = re.compile(rb"sample: ['\"][^\r\n]*")  # a model's text, which may look like log lines
 
 
 def clean(raw: bytes) -> bytes:
-    """Returns a file's lines without terminal codes, a line break before each. Added breaks are CR LF."""
-    text = TERMINAL_CODES.sub(b"", raw.replace(b"\r\n", b"\n"))
+    """Returns a file's lines without terminal codes and samples, a line break before each.
+
+    Added breaks are CR LF.
+    """
+    text = SAMPLE.sub(b"", TERMINAL_CODES.sub(b"", raw.replace(b"\r\n", b"\n")))
     return LLMC.sub(modernize, b"\n" + LINE_BEGINS.sub(b"\r\n", text) + b"\n")
 
 
@@ -151,24 +156,26 @@ LOSS = re.compile(rb"\n(?:[^\n]*(?:step:\d+/\d+ v|val_loss:[-+]?\d)|s:\d+ tel:)[
 CLOSING = (  # lines after the last step, and the fields of Run that they set
     (pattern(r"peak memory (?:consumption|allocated): (INT) MiB"), "peak_mem_mib", int),
     (pattern(r"val_loss_per_byte: (NUM)\s"), "per_byte", float),
-    (pattern(r"target (DECIMAL): "), "screen_target", float),
+    (pattern(r"target (DECIMAL): (?:not )?below; one run"), "screen_target", float),
 )
 # Of these lines the text is kept, so that one that cannot be read is not taken for none.
 CLOSING_TEXT = pattern(r"(epochs|complete|val_loss|train_time_ms|steps|seed): ([^\r\n]*)")
 ROUNDING = 0.00006  # of a step's loss, which has four decimals: its closing line has six
+# A value ends with \S, since it takes quadratic time to try the end of a line after each of many blanks.
 HEADER = {
-    "torch": r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (\d+))?",
+    "torch": r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.*\S)\s+with world_size (\d+))?",
+    "python": r"Running [Pp]ython (\d\S*(?: on \S+ \S+)?).*",  # and the system; public logs add the build
     "commit": r"commit: (\S+)(?: \((?:clean|(.+?))\))?",  # and `modified`, or git's letters: M, ??, !!
-    "script": r"script: (.+?)",
+    "script": r"script: (.*\S)",
     "config": r"config: (\{.*\})",
-    "data": r"data: (.+?)",
+    "data": r"data: (.*\S)",
     "resumed": r"resumed: (\S+) after step (\d+)(?:;.*)?",
-    "amx": r"this CPU has AMX: (.+?)",
+    "amx": r"this CPU has AMX: (.*\S)",
 }
 # Types of the settings that are read here. All numbers but the seed are above 0.
 CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "vocab_size": int}
 CONFIG |= {"target": int | float, "length": int | float, "track": str, "preset": str, "data": str}
-GPU = r"\n\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
+GPU = r"\n\|\s+(\d+)\s+(\S[^\n|]*[^\s|])\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
 # Other rules of `=` vary in number, and occur in the source, too.
 SOURCE_END = pattern(r"={20,}\s*\n(?:Running|script:) ")
 
@@ -178,6 +185,7 @@ class Header:
     """Holds what a log says before its first step."""
 
     torch: str | None = None
+    python: str | None = None
     hardware: str | None = None
     # The hash, with " (modified)" unless the log says that the script is the commit's.
     commit: str | None = None
@@ -364,17 +372,21 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
         read_closing(runs[-1], text, last.position, end + 1)
         header_start = last.position
     if source_end is None:
-        notes.append(f"{path}: no whole log, only what a run printed: it lacks the script")
+        unknown = "its script and its settings are unknown, validation included"
+        notes.append(f"{path}: no whole log, only what a run printed: {unknown}")
     return runs, notes
 
 
 def name_unreadable(text: bytes, start: int, validations: dict[int, Point], path: str) -> list[str]:
     """Returns a message for each validation line that is not in `validations`, with its line number."""
     messages = []
+    number = 0
+    counted = 0  # how much of the text
     for m in LOSS.finditer(text, start):
         if m.start() not in validations:
-            before = text[: m.start() + 1]
-            number = before.count(b"\n") - before.count(b"\r\n")
+            before = text[counted : m.start() + 1]
+            number += before.count(b"\n") - before.count(b"\r\n")
+            counted = m.start() + 1
             line = decode(m[0].strip())[:100]
             messages.append(f"{path}:{number}: cannot read this validation: {line!r}")
     return messages
@@ -445,7 +457,8 @@ def read_header(text: str, path: str, before: Header) -> Header:
             raise UserError(f"{path}: it has config lines that differ")
     if not last:
         return before
-    header = Header(script=last.get("script"), data=last.get("data"), amx="amx" in last)
+    header = Header(python=last.get("python"), script=last.get("script"), data=last.get("data"))
+    header.amx = "amx" in last
     device = None
     if "torch" in last:
         header.torch, device, world_size = last["torch"]

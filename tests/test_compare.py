@@ -166,8 +166,10 @@ SCREENS = [  # what is put before a line
 
 def test_what_screens_and_launchers_do_to_lines(run):
     """After any other text losses, epochs and the target are read, on which a verdict depends."""
-    text = f"\n{HEADER}\n{steps()}\npeak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: above"
+    text = f"\n{HEADER}\n{steps()}\npeak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: below; one run"
+    text += "\nmy target 9: \nsample: 'target 9: below; one run step:9/9 val_loss:1'"
     (plain,), notes = read(text)
+    assert notes[0].endswith("validation included")
     assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, "2")
     for before in SCREENS:
         assert read(text.replace("\n", f"\n{before}")) == ([plain], notes), before
@@ -177,7 +179,7 @@ def test_what_screens_and_launchers_do_to_lines(run):
 
 def test_without_a_target_there_is_no_verdict(run):
     """A target that is no number, or none above 0, is none."""
-    Path("log").write_text(f"{steps(3.2)}\ntarget nan: not below\ntarget 0.0: not below\n")
+    Path("log").write_text(f"{steps(3.2)}\ntarget nan: not below; one run\ntarget 0.0: not below; one run\n")
     assert "  verdict            no log names a target: " in run("log")[1]
 
 
@@ -195,10 +197,20 @@ def test_without_a_target_there_is_no_verdict(run):
 def test_a_validation_that_cannot_be_read_is_named(run, line):
     """A negative loss or time would make any group a better one."""
     first, rest = own_log(3.27).split("\nstep:375", 1)
-    Path("log").write_text(f"{first}\n 9%|\r{line}\nstep:375{rest}")
+    Path("log").write_text(f"{first}\n 9%|\r{line}\n{line}\nstep:375{rest}")
     code, out, err = run("log")
     assert code == 2 and "3.2700" in out
-    assert err == f"compare.py: log:{first.count(chr(10)) + 2}: cannot read this validation: {line!r}\n"
+    number = first.count("\n") + 2
+    says = f"cannot read this validation: {line!r}\n"
+    assert err == f"compare.py: log:{number}: {says}compare.py: log:{number + 1}: {says}"
+
+
+def test_blanks_take_no_time(run):
+    """To look for the end of the line after each of them would take days."""
+    line = "a" + " " * 10**6
+    torch = f"Running PyTorch 2 compiled for CUDA 1 on {line}"
+    (found,), _ = read(f"data: {line}\vb\nscript: {line}b\n{torch}b\n|  0  {line}b\n{steps()}")
+    assert found.header.script == f"{line}b"
 
 
 def test_several_runs_in_a_file(run):
