@@ -24,14 +24,15 @@ below it if a one-sided one-sample t-test rejects, at p < 0.01, that it is not. 
 t-test, two-sided. If both have the same seeds, losses are also compared in pairs of one seed, by a paired
 t-test; and so are times, if the groups are a folder and its `baseline/`, whose runs alternate. If machines,
 data or validation differ, the first line warns of it and no percentage is printed, unless --anyway is given.
-If vocabularies or validations differ, no difference of losses is printed, whatever is given.
+A machine includes its torch, Python and operating system. If vocabularies or validations differ, no
+difference of losses is printed, whatever is given.
 The exit code is 2 if something could not be read, or --update refused a folder; all else is still reported.
 
 A group is a record over the baseline if its mean loss is below its track's target and its mean time below the
 baseline's, both with p < 0.01 (in Welch's test). All logs must name their track, script, machine, data and
 seed, and have the target, data, vocabulary and validation that records/tracks.py gives. Within each group the
-steps, scripts, machines, data and validation must be equal, and the seeds different. Machines, data and
-validation must be equal in both groups, and no run may be in both. The baseline must be the folder's own
+steps, scripts, settings, machines, data and validation must be equal, and the seeds different. Machines, data
+and validation must be equal in both groups, and no run may be in both. The baseline must be the folder's own
 `baseline/`, whose runs alternate with its own. The script must have passed records/referee.py, whose
 referee.txt is beside the logs. Records that are listed already need none.
 
@@ -511,6 +512,8 @@ OF_LOSS = {name: setting(name) for name in ("vocab_size", "val_slices", "val_sli
 # After the data's fingerprint a log may say how batches are packed, which is a setting like others.
 ALIKE: dict[str, Value] = {
     "hardware": lambda r: r.header.hardware,
+    "torch": lambda r: r.header.torch,
+    "Python or operating system": lambda r: r.header.python,
     "data": lambda r: r.header.data and r.header.data.split()[0],
     "targets": lambda r: r.target,
     # Logs of earlier scripts have no such setting.
@@ -522,6 +525,8 @@ WITHIN: dict[str, Value] = ALIKE | {  # what should be equal in a group, too
     "tracks": setting("track"),
     "scripts": lambda r: r.header.script,
 }
+# Settings that may differ in a group, and those whose differences WITHIN names. A text may be in any folder.
+NOT_COMPARED = {"seed", "name", "samples", "data", "target", "track", *OF_LOSS}
 
 
 @dataclass
@@ -704,6 +709,9 @@ def join_resumed(group: Group) -> None:
         if len(logs) > 1:
             names = ", ".join(run.name for run in logs if run is not kept)
             group.notes.append(f"{kept.name}: stopped and resumed, one run with {names}, and taken for it")
+        for what, value in ALIKE.items():
+            if len(set(map(value, logs)) - {None}) > 1:
+                group.notes.append(f"{kept.name}: its logs differ in {what}")
         after = kept.header.after
         for run in reversed(logs[: logs.index(kept)]):
             # A validation of step `after` itself is taken from the log that resumed.
@@ -726,6 +734,9 @@ def warn(group: Group) -> None:
     for what, value in WITHIN.items():
         if len(group.distinct(value)) > 1:
             group.faults.append(f"its runs differ in {what} ({group.listed(value)})")
+    settings = different_settings(group)
+    if settings:
+        group.faults.append(f"its runs differ in settings ({', '.join(settings)})")
     # Early scripts did not log their name. Public logs have no config, and are of another project.
     ours = [run.header for run in group.counted if run.header.config and not is_listed(run.path)]
     for what in "hardware", "data", "script", "seed":
@@ -736,6 +747,17 @@ def warn(group: Group) -> None:
     for seed, count in Counter(map(seed_of, group.counted)).items():
         if seed is not None and count > 1:
             group.faults.append(f"{count} of its runs have seed {seed}, so they are not independent")
+
+
+def different_settings(group: Group) -> list[str]:
+    """Returns the names of settings in which the group's logs differ. A screen has none."""
+    configs = [run.header.config for run in group.counted if run.header.config]
+    names: set[str] = set()
+    for config in configs:
+        for name in config.keys() | configs[0].keys():
+            if config.get(name) != configs[0].get(name):
+                names.add(name)
+    return sorted(names - NOT_COMPARED)
 
 
 def unlike_track(run: Run) -> str | None:
@@ -1098,7 +1120,7 @@ def table(group: Group) -> list[tuple[str, str]]:
         ("time, s: mean, sd", f"{show(time.mean, '.3f')}, {show(time.sd, '.3f')}"),
         ("peak memory", peak_memory(group)),
         ("hardware", group.listed(ALIKE["hardware"])),
-        ("torch", group.listed(lambda r: r.header.torch)),
+        ("torch", group.listed(ALIKE["torch"])),
         ("script", group.listed(WITHIN["scripts"])),
         ("p (mean < target)", show_p(p_below(group.losses, group.target))),
         ("verdict", verdict),
