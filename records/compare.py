@@ -49,7 +49,8 @@ group's first 10 % of steps.
 record if there is none. If it is no record, it says what to do with the folder. --update writes the
 records' tables in README.md and records/README.md, and draws the curves.png of a record if its logs or the
 drawing code have changed. It lists a new folder only if it is a record over its `baseline/`, and none of its
-runs is in another record. It writes nothing if fewer runs of a listed record count than its row says.
+runs is in another record. It writes nothing if fewer runs of a listed record, or of its baseline, count than
+its row says.
 
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
@@ -785,10 +786,24 @@ def is_listed(path: str | Path) -> bool:
     return folder in listed_runs()
 
 
-def listed_runs() -> dict[Path, int]:
-    """Returns the folders in the tables of records/README.md, and how many runs each has there."""
-    rows = re.findall(r"\]\(([^)]+)\) \| (\d+) \|", (HERE / "README.md").read_text(encoding="utf-8"))
-    return {HERE / folder: int(runs) for folder, runs in rows}
+def listed_runs() -> dict[Path, list[int]]:
+    """Returns the folders in the tables of records/README.md, and how many runs each has there.
+
+    The second number is of its baseline, which older rows do not have.
+    """
+    listed = {}
+    page = read_page(HERE / "README.md")
+    for folder, runs in re.findall(r"\]\(([^)]+)\) \| (\d+(?: \+ \d+)?) \|", page):
+        listed[HERE / folder] = list(map(int, runs.split(" + ")))
+    return listed
+
+
+def read_page(path: Path) -> str:
+    """Returns the text of a page. Raises UserError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not in UTF-8: save it in UTF-8") from None
 
 
 def warn_of_baseline(group: Group, base: Group) -> None:
@@ -1494,7 +1509,7 @@ def flatten(config, name: str = "") -> list[str]:
 
 HERE = Path(__file__).resolve().parent
 DATED = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*"
-RECORD_COLUMNS = ["date", "record", "runs", "loss, mean", "p (mean < target)", "time, mean"]
+RECORD_COLUMNS = ["date", "record", "runs + baseline's", "loss, mean", "p (mean < target)", "time, mean"]
 RECORD_COLUMNS += ["against its baseline", "machine", "commit"]
 LEADERBOARD_COLUMNS = ["date", "record", "what", "time, against its baseline"]
 
@@ -1509,6 +1524,11 @@ class Record:
     @property
     def group(self) -> Group:
         return self.groups[-1]
+
+    @property
+    def counts(self) -> list[int]:
+        """Returns how many of its own runs count, and of its baseline's, if there is one."""
+        return [len(group.counted) for group in reversed(self.groups)]
 
     @property
     def track(self) -> str:
@@ -1529,13 +1549,7 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
         record = Record(folder, groups)
         reason = ""
         if folder in listed:
-            errors += unreadable
-            count = len(record.group.counted)
-            before = listed[folder]
-            if count < before and not unreadable:
-                errors.append(f"{folder}: {count} of its {before} listed runs count: restore the other logs")
-            elif count > before:
-                errors.append(f"{folder}: {count} runs count, and {before} are listed: move the others away")
+            errors += unreadable or unlike_row(record, listed[folder])
         else:
             reason = "; ".join(unreadable) or refuse(record, records)
         if reason:
@@ -1544,6 +1558,19 @@ def read_records(errors: list[str]) -> tuple[list[Record], list[str]]:
             records.append(record)
     records.sort(key=lambda record: record.folder)
     return records, refused
+
+
+def unlike_row(record: Record, listed: list[int]) -> list[str]:
+    """Returns a line for each number of runs that is not the row's: of its own, and of its baseline's."""
+    lines = []
+    folder = record.folder
+    for count, before in zip([*record.counts, 0], listed):  # 0, if the baseline is missing
+        if count < before:
+            lines.append(f"{folder}: {count} of its {before} listed runs count: restore the other logs")
+        elif count > before:
+            lines.append(f"{folder}: {count} runs count, and {before} are listed: move the others away")
+        folder /= "baseline"
+    return lines
 
 
 def with_baseline(folder: Path) -> list[str]:
@@ -1567,7 +1594,7 @@ def refuse(record: Record, others: list[Record]) -> str:
     return verdict.text
 
 
-def remarks(records: list[Record], listed: dict[Path, int]) -> list[str]:
+def remarks(records: list[Record], listed: dict[Path, list[int]]) -> list[str]:
     """Says of new records which are slower than the one before, if that ran on such a machine."""
     lines = []
     latest: dict[str, Record] = {}  # by track
@@ -1618,7 +1645,7 @@ def record_row(record: Record) -> list[str]:
     return [
         day,
         f"[{name}]({record.track}/{record.folder.name})",
-        str(len(group.counted)),
+        " + ".join(map(str, record.counts)),
         show(group.loss.mean),
         show_p(p_below(group.losses, group.target)),
         show(group.time.mean, ".1f") + " s",
