@@ -651,9 +651,14 @@ def split_label(argument: str, groups: dict[str, Group]) -> tuple[str, str]:
     return label, argument
 
 
-def printable(name: str) -> str:
-    """Returns a file's name with escapes for bytes that are no text here, so that names stay different."""
-    return name.encode(errors="backslashreplace").decode()
+def printable(text: str) -> str:
+    """Returns a line with escapes for bytes that are no text here, and for control characters."""
+    letters = []
+    for letter in text:
+        if not letter.isprintable():
+            letter = letter.encode("unicode_escape").decode()
+        letters.append(letter)
+    return "".join(letters)
 
 
 def read_into(group: Group, path: str, errors: list[str]) -> None:
@@ -1178,7 +1183,7 @@ def text_report(groups: list[Group], anyway: bool) -> str:
         if group.counted and base.counted:
             lines += comparison_lines(group, base, with_percentage=not unlike)
             lines.append("")
-    return "\n".join(lines).rstrip()
+    return "\n".join(map(printable, lines)).rstrip()
 
 
 def comparison_lines(group: Group, base: Group, with_percentage: bool) -> list[str]:
@@ -1235,7 +1240,8 @@ def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[s
 
 
 def markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    # A backslash before the one of an escape would end the cell.
+    return "| " + " | ".join(re.sub(r"\\*\|", r"\\|", cell) for cell in cells) + " |"
 
 
 # What curves are, as the legend says, and how they are drawn.
@@ -1479,7 +1485,7 @@ def config_and_source(path: str) -> tuple[list[str], list[str]]:
 def changed_lines(a: list[str], b: list[str], path_a: str, path_b: str, context: int) -> list[str]:
     if a == b:
         return ["  no difference"]
-    return list(difflib.unified_diff(a, b, path_a, path_b, lineterm="", n=context))
+    return list(difflib.unified_diff(a, b, printable(path_a), printable(path_b), lineterm="", n=context))
 
 
 def flatten(config, name: str = "") -> list[str]:
@@ -1627,8 +1633,8 @@ def leaderboard(records: list[Record]) -> str:
     for record in records:
         if record.track == "cpu":
             readme = record.folder / "README.md"
-            line, _, _ = readme.read_text(encoding="utf-8-sig").partition("\n")
-            title = line.lstrip("# \t")
+            line, _, _ = read_page(readme).partition("\n")
+            title = line.lstrip("\ufeff# \t")  # some editors begin with a byte order mark
             if not title:
                 raise UserError(f"{readme}: its first line has no title: write '# ' and a few words")
             day, name = record.folder.name.split("_", 1)
@@ -1667,8 +1673,7 @@ def time_change(record: Record) -> str:
 
 def with_part(path: Path, name: str, part: str) -> str:
     """Returns the page's text with this part between the lines <!-- NAME --> and <!-- /NAME -->."""
-    text = path.read_text(encoding="utf-8")
-    pieces = re.split(f"(<!-- /?{name} -->\n)", text)
+    pieces = re.split(f"(<!-- /?{name} -->\n)", read_page(path))
     if len(pieces) != 5:
         raise UserError(f"{path}: needs a line <!-- {name} --> and a line <!-- /{name} -->, for its table")
     pieces[2] = part
@@ -1707,7 +1712,7 @@ def update() -> list[str]:
     if errors:
         return errors
     for line in remarks(records, listed):
-        print(f"compare.py: warning: {line}", file=sys.stderr)
+        print(printable(f"compare.py: warning: {line}"), file=sys.stderr)
     for path, text in pages(records).items():
         write_page(path, text)
     for record in records:
@@ -1753,7 +1758,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as e:
         errors = [missing_package(e)]
     for error in errors:
-        print(f"compare.py: {error}", file=sys.stderr)
+        print(printable(f"compare.py: {error}"), file=sys.stderr)
     return 2 if errors else 0
 
 
@@ -1768,13 +1773,15 @@ def report(args: argparse.Namespace) -> list[str]:
         print(json.dumps(as_json(groups), indent=1, allow_nan=False))
         for group in groups:
             for warning in group.warnings:
-                print(f"compare.py: warning: {group.label}: {warning}", file=sys.stderr)
+                print(printable(f"compare.py: warning: {group.label}: {warning}"), file=sys.stderr)
     else:
         text = text_report(groups, args.anyway)
         if args.begin and len(groups) > 1 and not errors:
-            print(begin_readme(folder, paths, text) + "\n")
+            print(printable(begin_readme(folder, paths, text)) + "\n")
             if "\nrecord: no" in text:
-                text += f". Remove {folder}, or move it out of records/, before another race of this name"
+                text += printable(
+                    f". Remove {folder}, or move it out of records/, before another race of this name"
+                )
         print(text)
     if args.curves:
         Picture(groups, []).draw(args.curves)

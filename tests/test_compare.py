@@ -724,8 +724,8 @@ def test_diff(run):
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
-    """An empty path, as in a=$UNSET, does not mean this folder, and all logs in it."""
-    Path("latin.txt").write_bytes(own_log(3.27, header=HEADER.replace("H100", "H\xe9")).encode("latin-1"))
+    """An empty path, as in a=$UNSET, does not mean this folder, and all logs in it. A bell does not ring."""
+    Path("latin.txt").write_bytes(own_log(3.27, header=HEADER.replace("H100", "H\xe9\a")).encode("latin-1"))
     Path("broken.txt").write_text("config: {broken}\n" + steps())
     Path("twice.txt").write_text('config: {}\nconfig: {"seed": 1}\n' + steps())
     Path("dangling.txt").symlink_to("nowhere")
@@ -733,11 +733,11 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
     late = "step:8/9 train_time:1ms step_avg:1ms train_loss:1.2@"
     Path("late.txt").write_text(f"{late}9\n")
     Path("beyond.txt").write_text(f"{late.replace('8/9', '80/9')}80\n")
-    others = "broken.txt twice.txt dangling.txt binary.txt late.txt beyond.txt gone.txt *.missing"
+    others = "broken.txt twice.txt dangling.txt binary.txt late.txt beyond.txt gone\a.txt *.missing"
     code, out, err = run(f"latin.txt {others} a=")
-    assert code == 2 and "NVIDIA H\ufffd" in out
+    assert code == 2 and "NVIDIA H\ufffd\\x07\n" in out
     named = re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE)
-    assert named == [*others.split(), "an empty path"]
+    assert named == [*others.replace("\a", "\\x07").split(), "an empty path"]
 
 
 ODD = [  # values that a fork's or an edited config may have
@@ -798,7 +798,7 @@ def records(tmp_path, monkeypatch):
     (folder / FIRST / "README.md").write_text("\ufeff# First: the preset\n\nMore.\n")
     commits = "12ab (clean)", "56cd (modified)", "78ef (??)"
     write(folder / NEXT, *map(cpu_log, [1.06, 1.061, 1.062], [90, 92, 91], commits))
-    (folder / NEXT / "README.md").write_text("# Next, which is faster\n")
+    (folder / NEXT / "README.md").write_text("# Next, a|b\\|c\n")
     write(folder / NEXT / "baseline", *map(cpu_log, [1.06, 1.061, 1.062], [100.1, 101, 101.4]))
     write_referee(folder / NEXT, preset="cpu")
     # First is listed, from times when nothing was asked.
@@ -834,7 +834,7 @@ FRONT = f"""before
 | {" | ".join(compare.LEADERBOARD_COLUMNS)} |
 | --- | --- | --- | --- |
 | 2026-01-02 | [First](records/{FIRST}) | First: the preset | - |
-| 2026-01-03 | [Next](records/{NEXT}) | Next, which is faster | -9.8 % |
+| 2026-01-03 | [Next](records/{NEXT}) | Next, a\\|b\\|c | -9.8 % |
 <!-- /leaderboard -->
 """
 
@@ -914,6 +914,8 @@ def test_no_page_is_written_if_marks_or_a_title_are_missing_or_a_log_is_broken(r
     Path("README.md").write_text(FRONT)
     (records / FIRST / "README.md").write_text("\n# Late\n")
     assert f"{FIRST}/README.md: its first line has no title: " in run("--update")[2]
+    (records / FIRST / "README.md").write_text("# First", "utf-16")
+    assert f"{FIRST}/README.md: is not in UTF-8: " in run("--update")[2]
     write(records / NEXT, "config: {broken}\n" + steps())
     assert run("--update")[0] == 2
     assert (records / "README.md").read_text() == before
