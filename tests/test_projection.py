@@ -19,7 +19,7 @@ from projection import Model, Op
 
 
 def test_time_by_hand():
-    peaks = Model(bf16=1.0, varlen=1.0, memory=1.0, comm=1.0)
+    peaks = Model(bf16=1.0, varlen=1.0, memory=1.0, exchange=1.0)
     model = peaks._replace(
         kernel_us=2, collective_us=5, hidden=0.75, slowdown=2, fixed=3, call_us=4000, launch_us=1000, host=0.5
     )
