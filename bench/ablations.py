@@ -186,17 +186,17 @@ def without_length(settings: list[str]) -> list[str]:
     return [setting for setting in settings if not setting.startswith("length=")]
 
 
-def data_of(preset: str, settings: list[str]) -> str:
-    """Returns a hash of the shards that a run reads, and of their vocabulary, which a loss may need."""
-    folder = Path(last_value("data", settings, tg.PRESETS[preset].data))
-    return tg.dataset_hash([*sorted(folder.glob("*.bin")), *folder.glob("vocabulary.txt")])
+def data_of(folder: str) -> str:
+    """Returns a hash of the shards in a folder, and of their vocabulary, which a loss may need."""
+    paths = [*sorted(Path(folder).glob("*.bin")), *Path(folder).glob("vocabulary.txt")]
+    return tg.dataset_hash(paths)
 
 
-def what_losses_are_of(script: Path, preset: str, settings: list[str]) -> list:
+def what_losses_are_of(script: Path, preset: str, settings: list[str]) -> dict:
     """Returns the settings on which a loss per token depends besides the model."""
     module = import_copy(script)
     cfg = reduce(module.override, settings, module.PRESETS[preset])
-    return [getattr(cfg, name) for name in ("data", "vocab_size", "val_slices", "val_slice_tokens")]
+    return {name: getattr(cfg, name) for name in ("data", "vocab_size", "val_slices", "val_slice_tokens")}
 
 
 def digest_of(script: Path) -> str:
@@ -315,6 +315,26 @@ def has_check(script: Path) -> bool:
     return b'"--check"' in script.read_bytes()
 
 
+def check_all(args: argparse.Namespace, variants: list[Variant], scripts: dict[str, Path]) -> dict[str, str]:
+    """Returns the folder of each variant's data, by label. Raises UserError if variants cannot be compared,
+    or if one cannot run.
+    """
+    folders = {}
+    wanted = None
+    for label, settings, _ in variants:
+        settings = args.common + settings
+        if not has_check(args.script):
+            folders[label] = last_value("data", settings, tg.PRESETS[args.preset].data)
+            continue
+        start(scripts[label], args.preset, settings, "--check", "1")
+        found = what_losses_are_of(scripts[label], args.preset, settings)
+        folders[label] = found["data"]
+        wanted = wanted or found  # the baseline's, which is the first
+        if found != wanted:
+            raise UserError(f"{label}: its losses are of other data or another validation; use --set for all")
+    return folders
+
+
 def train_all(
     args: argparse.Namespace, variants: list[Variant], scripts: dict[str, Path]
 ) -> dict[str, list[float]]:
@@ -322,16 +342,7 @@ def train_all(
     digests = {label: digest_of(script) for label, script in scripts.items()}
     done = read_results(args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    wanted = None
-    for label, settings, _ in variants:
-        if not has_check(args.script):
-            break
-        settings = args.common + settings
-        start(scripts[label], args.preset, settings, "--check", "1")  # before any run
-        found = what_losses_are_of(scripts[label], args.preset, settings)
-        wanted = wanted or found  # the baseline's, which is the first
-        if found != wanted:
-            raise UserError(f"{label}: its losses are of other data or another validation; use --set for all")
+    folders = check_all(args, variants, scripts)
 
     def name_of(seed: int, label: str, settings: list[str]) -> tuple:
         """Returns what makes a run: another PyTorch or CPU rounds in another way."""
@@ -339,7 +350,7 @@ def train_all(
         on = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
         if torch.cpu._is_amx_tile_supported():
             on += ", AMX"
-        return run, data_of(args.preset, settings), on
+        return run, data_of(folders[label]), on
 
     def train_once(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings

@@ -210,16 +210,21 @@ def test_without_seeds_or_a_slope_there_is_no_estimate():
 
 
 def test_the_baseline_also_runs_with_fewer_steps(trained, monkeypatch, capsys):
-    """A script with --check has a length. It stands behind the common settings, so that it counts."""
+    """A script with --check has a length. It stands behind the common settings, so that it counts.
+
+    The data are those of its own preset.
+    """
     monkeypatch.setattr(ablations, "start", lambda *args: "")
-    monkeypatch.setattr(ablations, "what_losses_are_of", lambda *args: [])
+    monkeypatch.setattr(ablations, "what_losses_are_of", lambda *args: {"data": "mine"})
     monkeypatch.setattr(ablations, "time_ratios", lambda *args: np.ones(6))
     Path("script.py").write_text('"--check"')
     ablate("x=1 --seeds 2 --set length=0.5")
     assert [run[2] for run in trained] == 2 * ["length=0.5", "length=0.5 length=0.4", "length=0.5 x=1"]
     assert "| 0.8 of the steps |" in capsys.readouterr().out
     trained.clear()
-    ablate("x=1 --seeds 2 --set length=0.5 --losses-only --out other.jsonl")
+    Path("mine").mkdir()
+    Path("mine/vocabulary.txt").touch()
+    ablate("x=1 --seeds 2 --set length=0.5 --losses-only")
     assert [run[2] for run in trained] == 2 * ["length=0.5", "length=0.5 x=1"]
 
 
