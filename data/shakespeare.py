@@ -42,7 +42,7 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 def read(file: Path) -> bytes:
     """Returns the text of a file as UTF-8. Raises UserError if it has none."""
     text = b""
-    for document in read_documents([file], "text"):
+    for document in read_documents([file]):
         text += b"".join(prepare(document, 1, 0).passages)
     if len(text) < 10:
         raise UserError(f"{file} has {len(text)} bytes of text; at least ten are needed")

@@ -8,8 +8,8 @@ Each line of a .jsonl or .ndjson file is a document, a JSON object with its text
 line of a file that begins as such an object, {"key":, whatever its name. Any other file is one document. A
 name may also end in .gz, and in capitals. Bad documents are named and left out: lines without a text, and
 what is not UTF-8. A file counts as one bad document if there are NUL bytes at its beginning, as in UTF-16, if
-it is one JSON value, such as an array, or if it is a table by its name (.csv, .tsv). Empty documents are left
-out, too.
+it is a JSON array, object or text in quotes, or a damaged array, or if it is a table by its name (.csv,
+.tsv). Empty documents are left out, too.
 
 Training uses only the beginning of a document, so documents of more than --passage-bytes are cut into
 passages: at blank lines if possible, else at line ends, else at spaces. A passage never spans two shards, and
@@ -88,8 +88,10 @@ FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one spl
 OTHER_MAKERS = ("fineweb", "python", "shakespeare", "synthetic", "torch")
 NAMED = 20  # bad documents; more are only counted
 LINES = (".jsonl", ".ndjson")  # ends of the names of files with a document on each line
-# How such files begin under other names, also those of arrays, of which every line is bad.
-LINES_BEGIN = re.compile(rb'\s*(\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*,)')
+# How such files begin under other names. The first objects may be empty, and \x1e may stand before each.
+LINES_BEGIN = re.compile(rb'[\s\x1e]*(\{\s*\}[\s\x1e]*)*\{\s*"[^"\n]*"\s*:')
+# How arrays of objects or texts begin. A text may begin with "[1]".
+ARRAY_BEGIN = re.compile(rb'\s*\[[\s\[]*(\{\s*"[^"\n]*"\s*:|"[^"\n]*"\s*,)')
 TABLES = (".csv", ".tsv")
 
 
@@ -223,12 +225,14 @@ def open_text(path: Path) -> io.BufferedReader | gzip.GzipFile:
     return open(path, "rb")
 
 
-def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocument]:
+def read_documents(paths: list[Path], field: str | None = None) -> Iterator[Document | BadDocument]:
     """Yields the documents of `paths` in order, without byte order marks.
 
-    One BadDocument replaces a file that is no UTF-8 text, one JSON value or a table, or what a broken .gz
-    file lacks: all of it, if the beginning is broken.
+    field: None means "text". Raises UserError at the end if it is given, and no file has lines.
+    One BadDocument replaces a file that is no UTF-8 text, one JSON value, a damaged array or a table, or what
+    a broken .gz file lacks: all of it, if the beginning is broken.
     """
+    has_lines = False
     for path in paths:
         name = path.name.lower().removesuffix(".gz")
         is_lines = name.endswith(LINES)
@@ -243,7 +247,7 @@ def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocu
                 content.seek(0)
                 first = begin.lstrip()[:1]
                 whole = b""  # a file that may be one JSON value
-                if first == b"[" or (first == b"{" and not is_lines):
+                if first in (b"[", b'"') or (first == b"{" and not is_lines):
                     whole = content.read()
                     content = io.BytesIO(whole)
                 if b"\0" in begin:
@@ -253,16 +257,22 @@ def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocu
                 elif name.endswith(TABLES):
                     yield BadDocument(f"{path}:1: a table; write a .jsonl file, an object for each row")
                 elif is_lines or LINES_BEGIN.match(begin):
+                    has_lines = True
                     for raw in content:
                         if line == 1:
                             raw = raw.removeprefix(codecs.BOM_UTF8)
+                        raw = raw.lstrip(b"\x1e")  # the separator of RFC 7464
                         if raw.strip():
-                            yield Document(str(path), line, raw, field)
+                            yield Document(str(path), line, raw, field or "text")
                         line += 1
+                elif ARRAY_BEGIN.match(begin):
+                    yield BadDocument(f"{path}:1: a damaged JSON array, or several; write a .jsonl file")
                 else:
                     yield Document(str(path), line, content.read().removeprefix(codecs.BOM_UTF8))
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 yield BadDocument(f"{path}:{line}: broken gzip data ({error})")
+    if field and not has_lines:
+        raise UserError(f"--field: {paths[0]} has no JSON object on each line; leave it out")
 
 
 def decode(document: Document) -> str:
@@ -285,7 +295,8 @@ def decode(document: Document) -> str:
     if not isinstance(record, dict):
         raise bad("no JSON object")
     if document.field not in record:
-        raise bad(f"no text under {document.field!r}; it has {', '.join(map(repr, record))}: use --field")
+        keys = ", ".join(map(repr, record)) or "none"
+        raise bad(f"no text under {document.field!r}; its keys are {keys}: use --field")
     value = record[document.field]
     if not isinstance(value, str):
         raise bad(f"no text under {document.field!r}, but {json.dumps(value)[:40]}")
@@ -436,23 +447,19 @@ def encode(texts: list[Text], encoding: Encoding) -> list[list[np.ndarray] | Bad
     return results
 
 
-def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 20) -> Iterator[list]:
-    """Yields lists of documents of about `size` bytes, which are encoded together."""
+def batches(texts: Iterable[Text], size: int = 1 << 20) -> Iterator[list[Text]]:
+    """Yields lists of texts of about `size` bytes, which are encoded together."""
     batch = []
     total = 0
-    for document in documents:
-        batch.append(document)
-        total += raw_bytes(document)
+    for text in texts:
+        batch.append(text)
+        total += len(text.document.raw)
         if total >= size:
             yield batch
             batch = []
             total = 0
     if batch:
         yield batch
-
-
-def raw_bytes(document: Document | BadDocument) -> int:
-    return len(document.raw) if isinstance(document, Document) else 0
 
 
 # ---- Everything together -----------------------------------------------------------------------------------
@@ -471,6 +478,21 @@ class LeftOut:
         self.last = error
         if self.bad <= NAMED:
             tqdm.write(f"left out: {error}", file=sys.stderr)  # above the bar
+
+    def kept_texts(
+        self, documents: Iterable[Document | BadDocument], val_one_in: int, passage_bytes: int
+    ) -> Iterator[Text]:
+        """Yields the documents' texts without the bad and the empty ones, which are counted."""
+        for document in documents:
+            try:
+                text = prepare(document, val_one_in, passage_bytes)
+            except BadDocument as error:
+                self.add(error)
+                continue
+            if text.passages:
+                yield text
+            else:
+                self.empty += 1
 
 
 def find_earlier(out: Path, name: str) -> list[Path]:
@@ -556,22 +578,14 @@ def write_shards(
         val = SplitWriter(folder, name, "val", encoding, shard_tokens)
         left_out = LeftOut()
         divided = 0
-        documents = iter(documents)
-        first = list(itertools.islice(documents, FEW * val_one_in))
+        texts = left_out.kept_texts(documents, val_one_in, passage_bytes)
+        first = list(itertools.islice(texts, FEW * val_one_in))
         few = len(first) < FEW * val_one_in
-        for batch in batches(itertools.chain(first, documents)):
-            texts = []
-            for document in batch:
-                try:
-                    texts.append(prepare(document, val_one_in, passage_bytes))
-                except BadDocument as error:
-                    left_out.add(error)
-            for text, passages in zip(texts, encode(texts, encoding)):
+        for batch in batches(itertools.chain(first, texts)):
+            for text, passages in zip(batch, encode(batch, encoding)):
                 sizes = list(map(len, text.passages))
                 if isinstance(passages, BadDocument):
                     left_out.add(passages)
-                elif not passages:
-                    left_out.empty += 1
                 elif few and len(passages) > 1:
                     last = math.ceil(len(passages) / val_one_in)
                     train.add(passages[:-last], sizes[:-last])
@@ -622,13 +636,10 @@ def run(args: argparse.Namespace) -> None:
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="tokenizing") as bar:
 
         def documents():
-            has_lines = False
-            for document in read_documents(args.files, args.field or "text"):
-                bar.update(raw_bytes(document))
-                has_lines |= getattr(document, "field", None) is not None
+            for document in read_documents(args.files, args.field):
+                if isinstance(document, Document):
+                    bar.update(len(document.raw))
                 yield document
-            if args.field and not has_lines:
-                raise UserError("--field: no file here has a JSON object on each line; leave it out")
 
         written = write_shards(
             args.out,

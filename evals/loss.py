@@ -38,7 +38,7 @@ def parse_slices(text: str) -> tuple[int, int]:
     return int(first), int(end)
 
 
-def read_text(path: Path, field: str, passage_bytes: int, encoding) -> np.ndarray:
+def read_text(path: Path, field: str | None, passage_bytes: int, encoding) -> np.ndarray:
     """Returns the tokens (n,) uint16 of a file's passages, each after BOS, and a last BOS."""
     bos = np.array([encoding.eot_token])
     parts = []
@@ -119,7 +119,7 @@ def report(losses: np.ndarray, name: str) -> str:
 def run(args: argparse.Namespace) -> None:
     are_shards = [path.suffix == ".bin" for path in args.files]
     tg.require(any(are_shards) or not args.slices, "--slices is for shards, SHARD.bin; no FILE is one")
-    of_texts = args.passage_bytes or args.field != "text"
+    of_texts = args.passage_bytes or args.field
     tg.require(not all(are_shards) or not of_texts, "--passage-bytes and --field are for texts, not shards")
     require_distinct(args.files)
     model, encoding = load(args.model)
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     add("files", nargs="+", type=Path, metavar="FILE")
     add("--slices", type=parse_slices, metavar="FIRST:END", help="of shards")
     add("--passage-bytes", type=number(int, 4), metavar="N")
-    add("--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
+    add("--field", help="key of the text in a .jsonl line (default: text)")
     run_script(run, parser, argv, tg.UserError)
 
 

@@ -157,10 +157,13 @@ def test_long_documents_are_cut_into_passages(tmp_path, capsys, monkeypatch):
 
 
 def test_few_documents_are_split_by_passages(tmp_path):
-    """Of each document the last passages are for validation, one in two. A text may begin like JSON."""
+    """Of each document the last passages are for validation, one in two. A text may begin like JSON.
+
+    Empty documents and bad ones do not make them many.
+    """
     a = [f"[1, 2] {i} {'x' * 490}\n\n" for i in range(5)]
     b = [f'{{ "b", {i} {"x" * 490}\n\n' for i in range(2)]
-    files = tmp_path / "a.txt", tmp_path / "b"
+    files = [tmp_path / "a.txt", tmp_path / "b", write_lines(tmp_path / "c", 15 * [""] + 5 * [0])]
     files[0].write_text("".join(a))
     files[1].write_text("".join(b))
     tokenize(tmp_path / "out", files)
@@ -196,6 +199,8 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
         "f.JSON": b'[\n{"text": "x"},\n{"text": "y"}\n]',
         "g": b'{\n"data": [{"text": "x"}]\n}',
         "h.json": b'["a", "b"]\n["c", "d"]\n',
+        "h1": b'[\n{"text": "x"},\n',
+        "h2": b'"one text"',
         "i.CSV": b"id,text\n1,x\n",
         "j.tsv.gz": gzip.compress(b"id\ttext\n"),
     }
@@ -208,9 +213,9 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
     places = ["a.txt:3"]
     places += [f"b.jsonl:{i}" for i in range(1, 8)]
     places += ["c.jsonl.gz:2", "d.txt:1", "e.jsonl:1", "f.JSON:1", "g:1"]
-    places += ["h.json:1", "h.json:2", "i.CSV:1", "j.tsv.gz:1"]
+    places += ["h.json:1", "h1:1", "h2:1", "i.CSV:1", "j.tsv.gz:1"]
     named = re.findall(rf"^left out: {tmp_path}/(.*?): ", printed.err, re.MULTILINE)
-    assert sorted(named) == places and "17 bad documents" in printed.out
+    assert sorted(named) == places and "18 bad documents" in printed.out
 
 
 @pytest.mark.parametrize(
@@ -243,8 +248,10 @@ def test_names_are_those_of_the_folder(tmp_path, monkeypatch):
 
 
 def test_lines_of_json_are_documents_under_any_name(tmp_path, capsys):
-    """Also in a pipe or a .gz file that gives few bytes first. Those that are no JSON are named."""
-    text = f'\ufeff{{"text":"{TRAIN}"}}\n{{"text":"{VAL}"}}\n{{broken'
+    """Also in a pipe or a .gz file that gives few bytes first, and after RFC 7464's separators. Those that
+    are no JSON, or have no text, are named.
+    """
+    text = f'\ufeff{{}}\n\x1e{{"text":"{TRAIN}"}}\n\x1e{{"text":"{VAL}"}}\n{{broken'
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     os.system(f"(printf %s '{text[:2]}'; sleep 0.3; printf %s '{text[2:]}') > {pipe} &")
@@ -254,7 +261,7 @@ def test_lines_of_json_are_documents_under_any_name(tmp_path, capsys):
         out = tmp_path / f"out_{file.stem}"
         tokenize(out, [file])
         assert read_splits(out) == ([TRAIN.encode()], [VAL.encode()])
-        assert f"{file.name}:3: not JSON" in capsys.readouterr().err
+        assert re.findall(rf"{file.name}:(\d): (?:no text|not JSON)", capsys.readouterr().err) == ["1", "4"]
 
 
 # ---- what an output replaces -------------------------------------------------------------------------------

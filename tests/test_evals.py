@@ -382,6 +382,7 @@ loss m.pt no.txt -> there is no no.txt
 loss m.pt empty.txt -> has no text
 loss m.pt bos.bin --slices 0:1 -> has no text
 loss m.pt latin.txt -> latin.txt:1: not UTF-8
+loss m.pt long.txt --field body -> long.txt has no JSON object on each line
 loss m.pt empty.bin -> not a whole token shard
 loss m.pt gpt2.bin -> 50257
 loss m.pt empty.txt --passage-bytes 3 -> from 4
