@@ -41,8 +41,11 @@ def load(path: str) -> tuple[tg.GPT, "tokenize_text.Encoding"]:
     if model.cfg.dim < 256:
         torch.set_num_threads(1)  # with less to share, threads wait more than they work
     names, count = {257: "bytes", 50257: "gpt2"}, model.cfg.vocab_size
-    if count not in names:
-        raise tg.UserError(f"{path} has {count} tokens; tokenizers here have 257 or 50257")
+    if count not in names or model.cfg.bos_id != count - 1:
+        raise tg.UserError(
+            f"{path} has {count} tokens, and BOS is {model.cfg.bos_id}; tokenizers here have 257 or 50257, "
+            "and BOS is the last"
+        )
     file = ROOT / model.cfg.data / tokenize_text.VOCABULARY
     vocabulary: tuple[bytes, ...] = ()
     if names[count] == "gpt2" and file.exists():

@@ -14,8 +14,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as tg
 
-MAX_TOKENS = 1 << 20  # of a sequence; the record preset's have 262,144
-
 
 class NgramFiles(NamedTuple):
     """The n-gram table of a saved model, row r in file r % files: a fetch reads no other rows."""
@@ -161,7 +159,7 @@ def check_sizes(weights: dict[str, Tensor], cfg: tg.Config, file_bytes: int) -> 
     """Raises UserError for sizes that a model's file cannot mean, before any memory is taken.
 
     The weights must have the config's shapes, and room in the file, where few numbers may be shown as a large
-    tensor. Tables of angles are as long as the longest sequence.
+    tensor. What does not follow from the shapes has a limit, twice the record preset's or more.
     """
     width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
     wanted = tg.param_shapes(cfg, 1) | {"signs": (cfg.sign_rows, width)}
@@ -176,7 +174,18 @@ def check_sizes(weights: dict[str, Tensor], cfg: tg.Config, file_bytes: int) -> 
     longest = cfg.val_slice_tokens
     for stage in cfg.stages:
         longest = max(longest, stage.batch_tokens // cfg.microbatches)
-    tg.require(longest <= MAX_TOKENS, f"it has sequences of {longest} tokens, more than {MAX_TOKENS}")
+    window = max(tg.window_tokens(cfg, cfg.val_windows).values())
+    limits = {
+        "tokens in a sequence": (longest, 1 << 20),
+        "tokens in an n-gram": (max(cfg.ngrams.orders, default=0), 256),
+        "groups of channels": (cfg.mix_groups, cfg.dim),
+        "logits at once": (min(cfg.head_chunk, longest) * cfg.padded_vocab, 1 << 30),
+        "attention scores at once": (cfg.heads * longest * min(window, longest), 1 << 33),
+        "rotary angles": (longest * cfg.head_dim // 2, 1 << 27),
+    }
+    for what, (count, most) in limits.items():
+        tg.require(count <= most, f"it has {count} {what}, more than {most}")
+    tg.require(cfg.steps, "all its stages have 0 steps")
 
 
 def token_losses(model: tg.GPT, batch: tg.MicroBatch) -> np.ndarray:
@@ -200,20 +209,22 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     # Which exception it is depends on the script that wrote it.
     with tg.user_error_on(f"cannot load {path}", fix, Exception):
         config = saved["config"]
+        weights = saved["weights"]
+        run_id = saved["id"]
+        ranks = range(saved["ranks"])
         with tg.user_error_on(
             "it has a setting or parameter that train_gpt.py lacks",
             "a changed copy of the script trained it: put that copy in the place of train_gpt.py",
             KeyError,
         ):
             cfg = read_config(config)
-            check_sizes(saved["weights"], cfg, Path(path).stat().st_size)
+            check_sizes(weights, cfg, Path(path).stat().st_size)
         model = tg.GPT(cfg, device=device)
-        model.load_state_dict(saved["weights"])
-        ranks = range(saved["ranks"])
+        model.load_state_dict(weights)
         if cfg.ngrams.orders:
             _, count = tg.ngram_sizes(cfg, len(ranks))
             dtype = tg.dtype_of(cfg.ngrams.dtype)
-    for name, values in saved["weights"].items():
+    for name, values in weights.items():
         tg.require(values.isfinite().all(), f"{path}: {name} is not finite: its training diverged")
     if cfg.ngrams.orders:
         row_bytes = cfg.ngrams.width * dtype.itemsize
@@ -222,7 +233,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
             saved_path = os.path.realpath(path)
         blocks = []
         for rank in ranks:
-            blocks.append(map_rows(f"{saved_path}.ngrams{rank}", saved["id"], rank, count, row_bytes))
+            blocks.append(map_rows(f"{saved_path}.ngrams{rank}", run_id, rank, count, row_bytes))
         model.ngrams = NgramFiles(blocks, dtype, device)
     model.use_rotary(max(i for i, stage in enumerate(cfg.stages) if stage.steps))
     return model

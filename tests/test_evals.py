@@ -231,7 +231,11 @@ HOSTILE = {
     "lacks: 'no_such_one'": lambda saved: change(saved, params=[vars(tg.ParamSpec("no_such_one", 1, 0))]),
     "scalars is not finite": diverge,
     "larger than the file": make_small,
-    "sequences of 2147483646 tokens": lambda saved: change(saved, val_slice_tokens=2147483646),
+    "2147483646 tokens in a sequence": lambda saved: change(saved, val_slice_tokens=2147483646),
+    "attention scores": lambda saved: change(saved, val_slice_tokens=1 << 20, window_unit=1 << 30),
+    "tokens in an n-gram": lambda saved: change(saved, ngrams=vars(tg.Ngrams((2, 1 << 30), 301, 12))),
+    "0 steps": lambda saved: change(saved, stages=[]),
+    "'id'": lambda saved: saved.pop("id") and saved,
     "do not have the shapes": lambda saved: change(saved, heads=1 << 20),
     "mlp_dim cannot be 8": lambda saved: change(saved, mlp_dim="8"),
     "vocab_size": lambda saved: change(saved, vocab_size=-1),
@@ -360,6 +364,7 @@ def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, cap
 BAD = """
 generate no.pt -> cannot read no.pt
 generate screen.txt -> cannot read screen.txt
+generate bos.pt -> BOS is 97
 generate m.pt --prompt-file no.txt -> there is no no.txt
 generate m.pt x --prompt-file m.pt -> not allowed
 generate m.pt --prompt-file m.pt -> not UTF-8
@@ -406,6 +411,7 @@ def test_bad_input_gets_one_line(run, capsys):
     with torch.no_grad():
         huge.vo_bank *= 1e38
     save("huge.pt", huge)
+    save("bos.pt", random_model(run, "bos_id=97"))
     for case in BAD.strip().splitlines():
         command, reason = case.split(" -> ")
         script, *arguments = command.split()
