@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "evals")]
 import train_gpt as tg
 from saved_model import load_model
-from tokenize_text import UserError, make_parser, number, read_tokens, run_script
+from tokenize_text import UserError, make_parser, number, run_script
 
 ORDERS = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32
 
@@ -67,8 +67,8 @@ def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarr
     return np.where(keys[at] == wanted, values[at], 0)
 
 
-def read_split(paths: list[Path]) -> np.ndarray:
-    return np.concatenate([read_tokens(path) for path in paths])
+def read_split(paths: list[Path], cfg: tg.Config) -> np.ndarray:
+    return np.concatenate([tg.read_shard(path, cfg).tokens for path in paths])
 
 
 def losses_by_order(train: np.ndarray, val: np.ndarray, vocab_size: int, orders: int) -> list[np.ndarray]:
@@ -190,7 +190,7 @@ def evaluate_with_counts(path: str, folder: Path | None) -> None:
     fitted = last.tokens[last.bounds[first] :]
     if len(fitted) < cfg.val_slice_tokens or position[:2] > (len(data.train) - 1, first):
         raise UserError("too few tokens are left to fit weights on, or the run has read them; add text")
-    train = read_split(data.train)[: -len(fitted)]
+    train = read_split(data.train, cfg)[: -len(fitted)]
 
     loader = tg.ValLoader(cfg, data.val)
     val_tokens = len(loader.tokens) - 1
@@ -223,11 +223,12 @@ def run(args: argparse.Namespace) -> None:
             raise UserError("--model measures by a method of its own: leave out --val-tokens and --orders")
         return evaluate_with_counts(args.model, args.data)
     folder = args.data or ROOT / "data/local"
-    train = read_split(tg.find_shards(str(folder), "train"))
     val_paths = tg.find_shards(str(folder), "val")
-    val = read_split(val_paths)
     headers = [tg.read_header(path) for path in val_paths]
     vocab_size = headers[0].vocab_size
+    cfg = replace(tg.CPU, vocab_size=vocab_size, bos_id=headers[0].bos_id)
+    train = read_split(tg.find_shards(str(folder), "train"), cfg)
+    val = read_split(val_paths, cfg)
     orders = args.orders or (5 if vocab_size < 4096 else 4)
     if not 2 <= (args.val_tokens or len(val)) <= len(val):
         raise UserError(f"--val-tokens must lie in 2..{len(val)}")

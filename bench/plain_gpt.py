@@ -36,6 +36,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 SOURCE = Path(__file__).read_bytes()  # before the imports, which take seconds: somebody may edit it meanwhile
@@ -49,11 +50,10 @@ from tqdm import tqdm
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "data")]
 import train_gpt as tg
-from tokenize_text import UserError, make_parser, number, read_tokens, run_script
+from tokenize_text import UserError, make_parser, number, run_script
 
 WARMUP = 0.05  # of the steps
 FINAL_RATE = 0.1  # of the peak rate
-TARGET = 1.07  # of the `cpu` track, nats per token: records/compare.py reads it from the log
 
 
 class Block(nn.Module):
@@ -157,11 +157,10 @@ def validate(model: PlainGPT, tokens: Tensor, context: int) -> float:
     return total / (len(tokens) - 1)
 
 
-def read_split(folder: Path, split: str) -> tuple[Tensor, int]:
-    """Reads a split's tokens, int64, and the size of its vocabulary."""
-    paths = tg.find_shards(str(folder), split)
-    tokens = np.concatenate([read_tokens(path) for path in paths]).astype(np.int64)
-    return torch.from_numpy(tokens), tg.read_header(paths[0]).vocab_size
+def read_split(paths: list[Path], cfg: tg.Config) -> Tensor:
+    """Returns the tokens of shards, int64."""
+    tokens = np.concatenate([tg.read_shard(path, cfg).tokens for path in paths])
+    return torch.from_numpy(tokens.astype(np.int64))
 
 
 def check(args: argparse.Namespace, train_count: int, val_count: int) -> None:
@@ -178,22 +177,29 @@ def train(args: argparse.Namespace) -> None:
     """Builds the model, trains it against the clock, and write the log."""
     torch.set_num_threads(os.cpu_count())
     torch.set_flush_denormal(True)  # or steps become slower and slower: by half, after some hundred
-    train_tokens, vocabulary = read_split(args.data, "train")
-    val_tokens, _ = read_split(args.data, "val")
+    header = tg.read_header(tg.find_shards(str(args.data), "train")[0])
+    cfg = replace(tg.CPU, data=str(args.data), vocab_size=header.vocab_size, bos_id=header.bos_id)
+    data = tg.open_dataset(replace(cfg, val_slice_tokens=1, samples=0))
+    train_tokens = read_split(data.train, cfg)
+    val_tokens = read_split(data.val, cfg)
     check(args, len(train_tokens), len(val_tokens))
     val_tokens = val_tokens[: args.val_tokens + 1]
     torch.manual_seed(args.seed)
     rng = torch.Generator().manual_seed(args.seed)
-    model = PlainGPT(vocabulary, args.context, args.layers, args.width, args.heads)
+    model = PlainGPT(cfg.vocab_size, args.context, args.layers, args.width, args.heads)
     optimizer = adamw(model)
     parameters = sum(p.numel() for p in model.parameters())
 
     log = Log(args.log)
     log.write(SOURCE.decode() + "=" * 100, screen=False)
     environment = tg.describe_environment(torch.device("cpu"), 1, __file__, SOURCE)
-    for line in [*environment, f"parameters: {parameters:,}"]:
+    for line in [*environment, f"data: {data.fingerprint}", f"parameters: {parameters:,}"]:
         log.write(line)
-    config = {**vars(args), "data": args.data.name, "log": None, "parameters": parameters, "target": TARGET}
+    config = {**vars(args), "data": args.data.name, "log": None, "parameters": parameters}
+    # As train_gpt.py says it, so that compare.py knows which runs are alike. A plain GPT makes no record.
+    slice_tokens = math.gcd(args.val_tokens, cfg.val_slice_tokens)
+    config |= {"val_slice_tokens": slice_tokens, "val_slices": args.val_tokens // slice_tokens}
+    config |= {"track": "other", "vocab_size": cfg.vocab_size}
     log.write("config: " + json.dumps(config) + "\n" + "=" * 100, screen=False)
 
     def backward() -> None:

@@ -1,4 +1,4 @@
-"""Tests bench/plain_gpt.py: validation, a run and its log."""
+"""Tests bench/plain_gpt.py: validation, a run and its log; and that it and ngram.py check their shards."""
 
 import math
 
@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+import ngram
 import plain_gpt
+from golden_inputs import write_shard
 from launch import make_corpus
 
 
@@ -34,3 +36,13 @@ def test_a_run_learns_and_its_log_can_be_compared(tmp_path, monkeypatch):
     assert run.closed and not errors  # by "complete: yes"
     assert [point.step for point in run.curve] == [10, 20, 30]
     assert run.val_loss < 2.5 < math.log(257)  # the loss of uniform guesses
+    assert [value(run) for value in compare.OF_LOSS.values()] == [257, 1, 256, 256]
+    assert run.header.data and run.target is None
+
+
+@pytest.mark.parametrize("script", (ngram, plain_gpt))
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path, script):
+    for split in "train", "val":
+        write_shard(tmp_path / f"a_{split}_0.bin", 9999 * [257], 257, 256)
+    with pytest.raises(SystemExit, match="has tokens outside the vocabulary of 257"):
+        script.main(["--data", str(tmp_path)])
