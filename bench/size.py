@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
                 text = source.read()
             tokens, characters, lines, long_lines = measure(text)
             definitions = measure_definitions(text)
-        except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
-            raise UserError(f"{file} is no Python source: {error}") from None
+        except (OSError, ValueError, SyntaxError, RecursionError, tokenize.TokenError) as error:
+            raise UserError(f"{file} is no Python source that can be measured: {error}") from None
         counts = f"{tokens} tokens, {characters} characters, {lines} lines, {long_lines} over"
         print(f"{file}: {counts} {MAX_COLUMNS} columns")
         if args.by_function:

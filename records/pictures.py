@@ -95,10 +95,20 @@ class History(NamedTuple):
 
 
 def read_history() -> History:
-    """Returns the public records, in order."""
-    with open(HERE / "history.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file))
-    return History(list(map(PublicRecord._make, rows[1:])))
+    """Returns the public records, in order. Raises UserError if a line is none."""
+    path = HERE / "history.csv"
+    rows = []
+    with open(path, encoding="utf-8", newline="") as file:
+        lines = csv.reader(file)
+        next(lines)  # the names of the columns
+        for line in lines:
+            try:
+                row = PublicRecord._make(line)
+                int(row.number), float(row.minutes), date.fromisoformat(row.date)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{path}:{lines.line_num} is no record: {error}; mend the line") from None
+            rows.append(row)
+    return History(rows)
 
 
 def read_pictures() -> dict[Path, Picture | History]:

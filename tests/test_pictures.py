@@ -52,3 +52,11 @@ def test_nothing_is_written_if_a_log_cannot_be_read(folder):
     with pytest.raises(SystemExit, match=r"pictures.py: .*/log.txt: no such file"):
         pictures.main([])
     assert "old" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("line", ("", "4,1,24.5.2024,a,b"))
+def test_a_line_that_is_no_record_is_named(folder, line):
+    with open(folder / "history.csv", "a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(SystemExit, match="history.csv:5 is no record"):
+        pictures.main([])

@@ -31,7 +31,7 @@ def test_snippet(tmp_path, capsys):
     assert size.measure("a\n\fb\n")[2] == 2  # as wc counts
 
 
-@pytest.mark.parametrize("raw", (b"def f(:\n", b"x = (\n", b"\x1f\x8b\x08\xff"))
+@pytest.mark.parametrize("raw", (b"def f(:\n", b"x = (\n", b"f" + 999 * b"()", b"\x1f\x8b\x08\xff"))
 def test_what_is_no_python_gets_one_line(tmp_path, raw):
     (tmp_path / "a.py").write_bytes(raw)
     with pytest.raises(SystemExit) as error:
