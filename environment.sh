@@ -1,6 +1,7 @@
 # What run.sh and test.sh share; they source it.
 
 unset PYTHONSAFEPATH   # programs import what is in their own folder
+unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE   # of a hook that runs this: git would look into its repository
 unset "${!PET_@}"   # torchrun's options; with PET_NNODES=2 it would wait for another machine
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 

@@ -57,7 +57,8 @@ fi
 if [[ $against && ! $tiny ]]; then
     [[ $name ]] || die "--against needs a --name, of the new folder for the logs"
     if [[ -e .git ]] || git rev-parse >/dev/null 2>&1; then   # git itself says what it lacks
-        git ls-files --error-unmatch -- "$script" >/dev/null && git diff --quiet HEAD -- "$script" ||
+        committed=$(git -C "$(dirname -- "$script")" rev-parse "HEAD:./$(basename -- "$script")") &&
+            [[ $committed == "$(git hash-object --no-filters -- "$script")" ]] ||
             die "commit $script first: a record's logs name a commit that has its script"
         git cat-file -e "$(git hash-object -- "$against")" 2>/dev/null ||
             die "--against: commit $against, too, or take one from a commit: git show COMMIT:train_gpt.py"

@@ -381,7 +381,9 @@ def check_script(case: Case) -> str:
         return "broken: the log has another script"
     commits = re.findall(r"\ncommit: (\w+)", "\n" + rest)
     name = f"{[*commits, 'HEAD'][0]}:./{case.script.name}"
-    git = subprocess.run(["git", "cat-file", "blob", name], cwd=case.script.parent, capture_output=True)
+    # With GIT_DIR git would look into another repository.
+    command = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git", "cat-file", "blob", name]
+    git = subprocess.run(command, cwd=case.script.parent, capture_output=True)
     if git.stdout != case.script.read_bytes():
         return f"not shown: there is no commit {name} of this script; commit it before the runs"
     return OK

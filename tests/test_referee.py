@@ -323,11 +323,12 @@ def commit(folder):
 RULE = "the log's script"
 
 
-def test_log_has_the_script_of_its_commit(corpus, tmp_path):
+def test_log_has_the_script_of_its_commit(corpus, tmp_path, monkeypatch):
     script = edited(tmp_path)
     log = write_log(tmp_path, script)
     text = log.read_text()
     committed = text.replace("commit: unknown", f"commit: {commit(tmp_path)} (clean)")
+    monkeypatch.setenv("GIT_DIR", "/tmp")
     answers = {
         committed: "ok",
         text: "not shown: there is no commit unknown:./train_gpt.py",
