@@ -44,8 +44,9 @@ preset=${preset:-cpu}
 [[ $name/ != */baseline/* ]] || die "--name $name: only --against makes a baseline/; give another name"
 [[ ! $tiny || ! $against ]] || name=''   # a rehearsal
 if [[ $tiny ]]; then   # it stays short
-    args=("${args[@]/#length=*/length=0.05}")
-    args=("${args[@]/#--set=length=*/--set=length=0.05}")
+    for i in "${!args[@]}"; do
+        [[ ! ${args[i]} =~ ^(--set=)?length=[^\ ]*$ ]] || args[i]=${BASH_REMATCH[1]}length=0.05
+    done
 fi
 same=(${tiny:+--set $tiny} --preset="$preset" ${data:+--data="$data"})
 args=("${same[@]}" ${name:+--name="$name"} "${args[@]}")   # the user's --set is the last

@@ -183,7 +183,7 @@ def last_value(name: str, settings: list[str], default: str) -> str:
 
 
 def without_length(settings: list[str]) -> list[str]:
-    return [setting for setting in settings if not setting.startswith("length=")]
+    return [setting for setting in settings if not re.fullmatch(r"length=\S*", setting)]
 
 
 def data_of(folder: str) -> str:

@@ -241,9 +241,11 @@ def test_losses_of_another_validation_are_refused(trained, monkeypatch):
 
 
 def test_tiny_keeps_no_losses(trained, capsys):
-    """Its settings stand before the user's, which therefore count. But the length stays."""
-    ablate("x=2 --tiny --set val_slices=2 length=0.9")
-    tiny = "length=0.05 warmup=false val_slices=4 samples=0 val_slices=2"
+    """Its settings stand before the user's, which therefore count. But the length stays, unless it is a word
+    that the script will refuse.
+    """
+    ablate("x=2 --tiny --set val_slices=2 length=0.9 'length=1 y'")
+    tiny = "length=0.05 warmup=false val_slices=4 samples=0 val_slices=2 length=1 y"
     assert [run[2] for run in trained] == [tiny, f"{tiny} x=2"]
     assert "1.75" not in str(capsys.readouterr())
     assert not Path("ablations.jsonl").exists()

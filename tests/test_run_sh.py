@@ -123,7 +123,7 @@ STANDALONE = "-m torch.distributed.run --standalone --local_addr=localhost --npr
 
 
 TINY = "--set length=0.05 warmup=false val_slices=4 samples=1"  # what --tiny means
-SHORT = "--set samples=3 length=0.05 --set=length=0.05 --save ./length=2.pt"
+SHORT = "--set samples=3 length=0.05 length=2 a=1 --set=length=0.05 --save ./length=2.pt"
 
 # ---- What is started ---------------------------------------------------------------------------------------
 
@@ -145,8 +145,8 @@ STARTED = {  # options; the commands that follow without GPUs, or whose preset n
         "data/local_corpus.py",
         f"{STANDALONE}2 train_gpt.py --seed=0 --preset=cpu",
     ],
-    # It stays short, whatever the user's length is.
-    "--preset words --tiny --set samples=3 length=0.9 --set=length=2 --save ./length=2.pt": [
+    # It stays short, whatever the user's length is. Two settings in one word are for the script to refuse.
+    "--preset words --tiny --set samples=3 length=0.9 'length=2 a=1' --set=length=2 --save ./length=2.pt": [
         f"train_gpt.py {TINY} --preset=words {SHORT} --check 2",
         "data/local_corpus.py --encoding gpt2",
         f"{STANDALONE}2 train_gpt.py --seed=0 {TINY} --preset=words {SHORT}",
