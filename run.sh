@@ -74,13 +74,17 @@ if [[ $name && ( $runs -gt 1 || $against ) ]]; then   # a table follows
     done
 fi
 
+child='' claimed=''
+at_end() { set +e; kill $child; rmdir "$claimed"; } 2>/dev/null   # a folder that has a log stays
+trap at_end EXIT
+
 train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctrl-C ends only this shell
     say "$1, preset $preset, seed $seed, $processes processes, python $python"
     set -m
     "${tied[@]}" "$python" -m torch.distributed.run --standalone --local_addr=localhost --no-python \
         --nproc_per_node="$processes" "${tied[@]}" "$python" -u "$1" --seed="$seed" "${@:2}" </dev/null &
     set +m
-    [[ ${tied[0]} == setpriv ]] || trap "kill $! 2>/dev/null" EXIT   # torchrun then ends its processes
+    [[ ${tied[0]} == setpriv ]] || child=$!   # torchrun then ends its processes
     wait $! || { local status=$?; say "$1 failed; its error is above the line of ===" >&2; exit $status; }
 }
 
@@ -114,6 +118,11 @@ if [[ $against && ! $tiny ]]; then
 fi
 declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
 [[ $data ]] || "${tied[@]}" "$python" data/${sources[$preset]:-fineweb.py}
+if [[ $name && $track && ( $runs -gt 1 || $against ) ]]; then   # another may have taken the name just now
+    folder=records/$track/${RUN_DATE}_$name
+    mkdir -p "records/$track"
+    mkdir "$folder" && claimed=$folder || die "give another --name"
+fi
 for (( end = seed + runs; seed < end; seed++ )); do
     train "$script" "${args[@]}"
     [[ ! $against ]] || train "$against" "${same[@]}" ${name:+--name="$name/baseline"}

@@ -38,6 +38,7 @@ case "$*" in
     *"${FAILS-no command}"*) exit 3 ;;
     *"${HANGS-no command}"*) echo hangs; exec sleep 3600 ;;
     *"-r requirements.txt") touch "$venv/complete" ;;
+    data/*) mkdir -p "${MEANWHILE-.}" ;;
     *val_slices*--check*) echo 2 processes can run this here, on the track other ;;
     *--check*) echo 2 processes can run this here, on the track cpu ;;
     *" --name="*)
@@ -233,6 +234,9 @@ def test_seeds_count_up_and_a_table_of_named_runs_follows(ready):
     assert re.findall(r"run .*--seed=(\d+)", "\n".join(commands)) == ["8", "9"]
     assert commands[-1] == f"records/compare.py --begin records/cpu/{date.today()}_Idea"
     assert "give another --name" in refused(ready, "--runs 2 --seed 10 --name Idea")
+    taken = f"records/cpu/{date.today()}_Other"
+    assert len(run(ready, "--runs 2 --name Other", 1, MEANWHILE=taken)) == 2
+    assert "give another --name" in run.text
     assert "train_gpt.py" in run(ready, "--name Alone")[-1]
 
 
@@ -260,7 +264,10 @@ def test_a_race_on_another_track_than_the_baseline_is_refused(ready):
 
 
 def test_failures_end_the_rest(ready):
-    """One of several runs; a baseline; what the script refuses, which is not fetched."""
+    """One of several runs, after which no empty folder stays; a baseline; what the script refuses, which is
+    not fetched.
+    """
+    assert "--seed=0 " in run(ready, "--runs 3 --name Idea", 3, FAILS="--seed=0 ")[-1]
     assert "--seed=1 " in run(ready, "--runs 3 --name Idea", 3, FAILS="--seed=1 ")[-1]
     commands = run(ready, "--against old.py --name Other --runs 2", 3, FAILS="Other/baseline")
     assert commands[-1].endswith("old.py --seed=0 --preset=cpu --name=Other/baseline")
