@@ -100,11 +100,11 @@ def read_history() -> History:
     rows = []
     with open(path, encoding="utf-8", newline="") as file:
         lines = csv.reader(file)
-        next(lines)  # the names of the columns
+        next(lines, None)  # the names of the columns
         for line in lines:
             try:
                 row = PublicRecord._make(line)
-                int(row.number), float(row.minutes), date.fromisoformat(row.date)
+                int(row.number), float(row.minutes), date.fromisoformat(row.date)  # as draw() reads them
             except (TypeError, ValueError) as error:
                 raise UserError(f"{path}:{lines.line_num} is no record: {error}; mend the line") from None
             rows.append(row)
