@@ -224,6 +224,12 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         if cfg.ngrams.orders:
             _, count = tg.ngram_sizes(cfg, len(ranks))
             dtype = tg.dtype_of(cfg.ngrams.dtype)
+    if saved.get("script", tg.source_hash()) != tg.source_hash():
+        print(
+            f"{path}: another train_gpt.py trained it (sha256 {saved['script']}); if that computes something "
+            "else, put it in the place of this one",
+            file=sys.stderr,
+        )
     for name, values in weights.items():
         tg.require(values.isfinite().all(), f"{path}: {name} is not finite: its training diverged")
     if cfg.ngrams.orders:
