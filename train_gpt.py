@@ -18,38 +18,39 @@ The words preset has GPT-2's tokens, for two cores: it tests what depends on the
 
 What you edit
      2  Settings      tables of layers, parameters and stages; the other settings; the presets
-     3  Shapes        layers' scalars and gates; parameters' shapes and initial values
-     4  Schedule      plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
+     3  Names         settings by the names that --set takes; the presets by theirs
+     4  Shapes        layers' scalars and gates; parameters' shapes and initial values
+     5  Schedule      plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
 A step and the model
-     5  Helpers       a user's errors, labels in traces, compiled functions, dtypes, copies to the device
-     6  Step          what a batch holds; train_step, forward_backward, validate
-     7  Loop          train(), the timed loop around the step; warm-up, clock
-     8  Model         GPT: embeddings, layers, head
+     6  Helpers       a user's errors, labels in traces, compiled functions, dtypes, copies to the device
+     7  Step          what a batch holds; train_step, forward_backward, validate
+     8  Loop          train(), the timed loop around the step; warm-up, clock
+     9  Model         GPT: embeddings, layers, head
 Operations, each in plain torch, some with a Triton kernel
-     9  Tools         what several kernels need, scalars on device and host, transposed copies
-    10  Linear        products with a bank's matrices, whose gradients go into main_grad
-    11  Layers        norm, sums of streams, rotary embedding, attention
-    12  FP8           scales, casts, products
-    13  MLP           squared ReLU
-    14  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
+    10  Tools         what several kernels need, scalars on device and host, transposed copies
+    11  Linear        products with a bank's matrices, whose gradients go into main_grad
+    12  Layers        norm, sums of streams, rotary embedding, attention
+    13  FP8           scales, casts, products
+    14  MLP           squared ReLU
+    15  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
 Updates, spread over ranks
-    15  Collectives   of one process group
-    16  Optimizer     scatter, update and gather of all that is trained, in explicit orders
-    17  Parameters    the objects that are updated: their gradients, updates and averages
-    18  Update rules  Adam and ANVIL, on one block
-    19  Touched rows  of tables: sums of rows, sums of their gradients, their exchange between ranks
-    20  N-grams       from tokens to rows of a table; the table, its update rule
+    16  Collectives   of one process group
+    17  Optimizer     scatter, update and gather of all that is trained, in explicit orders
+    18  Parameters    the objects that are updated: their gradients, updates and averages
+    19  Update rules  Adam and ANVIL, on one block
+    20  Touched rows  of tables: sums of rows, sums of their gradients, their exchange between ranks
+    21  N-grams       from tokens to rows of a table; the table, its update rule
 A run
-    21  Backend       the choice of operations, compilation, CUDA graphs
-    22  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
+    22  Backend       the choice of operations, compilation, CUDA graphs
+    23  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
                       thread builds ahead
-    23  Command line  --set name=value, options
-    24  Checks        what settings must satisfy
-    25  Files         the log, saved models, checkpoints, what must be the same to resume a run
-    26  Run           processes; build, closing lines, samples; run() is the whole story
+    24  Command line  options
+    25  Checks        what settings must satisfy
+    26  Files         the log, saved models, checkpoints, what must be the same to resume a run
+    27  Run           processes; build, closing lines, samples; run() is the whole story
 
-For a step alone read plan_step, train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(),
-prepare() and train().
+`grep -n '^# *[0-9]*  ' train_gpt.py` lists the sections with their lines. For a step alone read plan_step,
+train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(), prepare() and train().
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
@@ -63,7 +64,7 @@ The stream is the residual stream. It begins as x0, the smeared and normed embed
 0 n-grams are added. A bank is a stack of matrices of equal shape. A rank's block is the part of a parameter
 that the rank updates. The touched rows of a table are those that batches have looked up since its last
 update. After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
-optimizer of the banks, a descendant of Muon (section 18). MUDD (section 8) mixes earlier streams in, with
+optimizer of the banks, a descendant of Muon (section 19). MUDD (section 9) mixes earlier streams in, with
 weights that small MLPs compute for each token. Up to the untie step the token embedding embed is the
 transpose of lm_head.
 """
@@ -146,8 +147,8 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 # ============================================================================================================
 
 DType = Literal["bfloat16", "float32", "float64"]
-Context = Literal["word", "above", "copy"]  # the keys of CONTEXTS (section 20)
-# The keys of KERNELS (section 21).
+Context = Literal["word", "above", "copy"]  # the keys of CONTEXTS (section 21)
+# The keys of KERNELS (section 22).
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. All others must be finite, and not
 # negative.
@@ -210,6 +211,24 @@ LAYERS = (
     Layer("plain", "long", key_shift=True, value=True, gate=True, mudd=True),  # 10
 )
 
+# The streams of the record preset; in quotes, names that GPT.trunk saves them under:
+#
+#   x0              norm of the smeared embeddings
+#   "ngram"         the n-grams' sums; before layer 0 a gated share of them is added: then x is "first"
+#   layers 0 .. 3   attention of norm(x), MLP of norm(x); then x is "skip"
+#   layer 4         no attention; MLP
+#   layer 5         attention, MLP
+#   layer 6         a gated share of "skip" is added first; no attention; MLP
+#   layer 7         no attention, no MLP; then x is "backout"
+#   layer 8         attention of norm("backout"), two MLPs of norm(x)
+#   layer 9         no attention; MLP
+#   layer 10        MUDD scales x, adds "first" and "backout" to it, and all three to the values; attention of
+#                   norm("backout"), with which MUDD adds "first" and "ngram"; MLP
+#   lm_head         norm(x + the sum of lm_head_streams, each times weights of the token, also by channels)
+#
+# Where attention's output is added, or would be, layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4,
+# 5, 9 one of "ngram".
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -252,18 +271,20 @@ class ParamSpec:
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     # How the gradient comes about:
-    # small      autograd computes it. Small parameters with equal optimizer, betas, dtype, update_every and
-    #            reduction are exchanged and updated as one vector. GPT's methods read them as self.NAME.
-    # The others' gradients are written to main_grad by our own code, so methods must not read self.NAME where
-    # autograd records: head       lm_head, which head_loss_and_grad() alone reads in training. bank       a
-    # stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
-    #            them to the layers, and the backwards of products add the gradients.
-    # embedding  a table of which each token looks up rows: GPT.trunk has them in looked_up[name], and
-    #            add_rows() adds their gradients.
+    #   small      by autograd. Small parameters with equal optimizer, betas, dtype, update_every and
+    #              reduction are exchanged and updated as one vector. GPT's methods read them as self.NAME.
+    # Our own code writes the others' gradients to main_grad. GPT's methods must not read these as self.NAME
+    # where autograd records:
+    #   head       lm_head. In training only head_loss_and_grad() reads it.
+    #   bank       a stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
+    #              them to the layers; the backward of each product writes the gradient.
+    #   embedding  a table in which each token looks up rows. GPT.trunk finds them in looked_up[NAME];
+    #              Optimizer.add_rows() adds their gradients.
     kind: Literal["small", "head", "bank", "embedding"] = "small"
     # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
-    # hashed_rows: bigram_embed's, and those of the n-gram table. To add an index, add a field of MicroBatch
-    # that make_micro_batch() fills, a line of ROW_LISTS, and a look-up in GPT.look_up.
+    # hashed_rows: bigram_embed's, and those of the n-gram table. To add an index, name it here, and add a
+    # field of MicroBatch that make_micro_batch() fills, a line of SEGMENT_MAKERS, and a look-up in
+    # GPT.look_up.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
     # How gradients come to the rank that owns a block. reduce_scatter: all of the gradient. sparse: only the
     # rows that were touched since the last update.
@@ -378,7 +399,7 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
-    # Each gives a token one more row (section 20). word: chosen by the word so far; above: by the byte above
+    # Each gives a token one more row (section 21). word: chosen by the word so far; above: by the byte above
     # the next one, in the line before; copy: by what followed the same tokens earlier. word and above are for
     # bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
@@ -418,8 +439,8 @@ class Config:
 
     A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
     ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
-    used; the main ones are in section 3 (initial values, GATE_DIM, MUDD_SCALE), ROTARY_BASE and YARN_* (8),
-    FP8_* (12), PROB_FLOOR (14), ANVIL_MAPS (18), ROW_EPS and COPY_LENGTHS (20), and untie_step() (4).
+    used; the main ones are in section 4 (initial values, GATE_DIM, MUDD_SCALE), ROTARY_BASE and YARN_* (9),
+    FP8_* (13), PROB_FLOOR (15), ANVIL_MAPS (19), ROW_EPS and COPY_LENGTHS (21), and untie_step() (5).
     """
 
     # ---- Data and goal.
@@ -459,7 +480,7 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 14).
+    # softmax (section 15).
     pointer_dim: int = 128  # the width of its queries and keys; 0: there is no pointer
     pointer_window: Positive = 2560  # how many tokens it looks back in training
     pointer_val_window: Positive = 16384  # and in validation and samples
@@ -512,7 +533,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ANVIL, for the banks (section 18).
+    # ANVIL, for the banks (section 19).
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -548,7 +569,7 @@ class Config:
     bf16_mlp: bool = True
     device: Literal["gpu", "cpu"] = "gpu"  # gpu: if there is one
     compile: bool = True  # torch.compile what is marked @compiled
-    # On a GPU a micro-batch's forward and backward become one launch. No GPU has run this yet.
+    # On a GPU a micro-batch's forward and backward become one launch (docs/settings.md).
     cuda_graphs: bool = False
 
     @property
@@ -577,7 +598,7 @@ RECORD = Config()
 
 # What the presets for two cores have in common. They follow every edit of LAYERS, PARAMS and Config's
 # defaults that they do not replace.
-SMALL = replace(
+TWO_CORES = replace(
     RECORD,
     length=1.0,  # so that an edit of Config.length shortens the record preset alone
     val_slices=128,
@@ -604,7 +625,7 @@ SMALL = replace(
 # The record preset's layers, without XSA and the copy pointer, on bytes, at widths that two laptop cores
 # train in half a minute.
 CPU = replace(
-    SMALL,
+    TWO_CORES,
     preset="cpu",
     track="cpu",
     # Text in bytes.
@@ -659,7 +680,7 @@ CPU = replace(
 
 # GPT-2's tokens and the copy pointer on two cores, to show what depends on the vocabulary.
 WORDS = replace(
-    SMALL,
+    TWO_CORES,
     preset="words",
     track="words",
     # Text in GPT-2's tokens.
@@ -715,12 +736,187 @@ WORDS = replace(
     bank_lr=0.018,
 )
 
-# A new preset goes here. PRESETS (section 23) has them by name, each rescaled by its `length`.
+# A new preset goes here. PRESETS (section 3) has them by name, each rescaled by its `length`.
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
 # ============================================================================================================
-# 3  Shapes. Layers' scalars, gates, and outputs of MUDD; of every row of PARAMS the shape and the initial
+# 3  Names. Settings by the names that --set takes; the presets by theirs.
+# ============================================================================================================
+
+
+class SettingType(NamedTuple):
+    """Which values a setting takes, as the annotation of its dataclass field says."""
+
+    type: type  # bool, int, float or str
+    low: float = 0
+    high: float = sys.float_info.max
+    choices: tuple = ()  # the only values, if there are any
+    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
+    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
+
+    def parse(self, text: str, name: str):
+        """Returns the value that --set name=text gives."""
+        if self.size is None:
+            return self.parse_one(text, name)
+        parts = [part for part in text.split(",") if part]
+        require(self.size in (0, len(parts)), f"--set {name}={text}: give {self.size} values")
+        return tuple(self.parse_one(part, name) for part in parts)
+
+    def parse_one(self, text: str, name: str):
+        choices = {str(choice).lower(): choice for choice in self.choices}
+        try:
+            value = choices[text.lower()] if choices else self.type(text)
+        except (KeyError, ValueError):
+            number = "a whole number" if self.type is int else "a number"
+            kinds = " or ".join(filter(None, choices)) or number
+            raise UserError(f"--set {name}={text}: give {kinds}") from None
+        end = "on" if self.high == sys.float_info.max else f"to {self.high:g}"
+        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} {end}")
+        return value
+
+    def allows(self, value) -> bool:
+        """True if the setting, or a part of a tuple, can have this value."""
+        if self.choices:
+            return value in self.choices
+        if self.type is str:
+            return isinstance(value, str)
+        is_number = isinstance(value, int) or self.type is float and isinstance(value, float)
+        return is_number and self.low <= value <= self.high  # NaN is never between
+
+
+@cache
+def setting_type(hint) -> SettingType:
+    """Returns the SettingType of an annotation."""
+    args = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return setting_type(args[0])._replace(size=0 if Ellipsis in args else len(args))
+    if origin is Annotated:
+        number, low, high, *rescaled = args
+        return SettingType(number, low, high, rescaled="".join(rescaled))
+    if origin is Literal:
+        return SettingType(type(args[0]), choices=args)
+    return SettingType(hint, choices=(True, False) if hint is bool else ())
+
+
+@cache  # get_type_hints evaluates every annotation anew
+def setting_hints(table) -> dict[str, typing.Any]:
+    """Returns the annotations of a dataclass's fields, in order."""
+    return typing.get_type_hints(table, globals(), include_extras=True)
+
+
+def row_type(hint):
+    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def rows_of(value, name: str) -> dict[str, typing.Any]:
+    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
+    name. A group of settings is one row, of the group's name.
+    """
+    if not isinstance(value, tuple):
+        return {name: value}
+    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
+
+
+def flatten_settings(group, path: str = "") -> dict[str, tuple[typing.Any, SettingType]]:
+    """Returns the value and the SettingType of every setting of a config, or of a part of it, by its name in
+    --set: "stages.0.steps".
+    """
+    settings = {}
+    for name, hint in setting_hints(group.__class__).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            settings[path + name] = value, setting_type(hint)
+            continue
+        for row_name, row in rows_of(value, path + name).items():
+            settings |= flatten_settings(row, f"{row_name}.")
+    return settings
+
+
+def replace_settings(group, values: dict[str, typing.Any], path: str = ""):
+    """Returns a copy of a config, or of a part of it, with `values` by the names of flatten_settings()."""
+    fields = {}
+    for name, hint in setting_hints(group.__class__).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            fields[name] = values.get(path + name, value)
+            continue
+        rows = [
+            replace_settings(row, values, f"{row_name}.")
+            for row_name, row in rows_of(value, path + name).items()
+        ]
+        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
+    return type(group)(**fields)
+
+
+# Names, also of preset and track, and a parameter's kind and rows_by are the script's: --set cannot change
+# them.
+FIXED_SETTINGS = ("preset", "track", "name", "kind", "rows_by")
+
+
+def override(cfg: Config, setting: str) -> Config:
+    """Returns `cfg` with one "name=value" applied.
+
+    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
+    stages.*.windows.long=9, params.embed.lr_mul=2.
+    """
+    pattern, eq, text = setting.partition("=")
+    require(eq, f"--set {setting}: write name=value")
+    settings = flatten_settings(cfg)
+    names = fnmatch.filter(settings, pattern)
+    if not names:
+        near = [*difflib.get_close_matches(pattern, settings), "another script"]
+        file = Path(__file__).name
+        raise UserError(f"--set {pattern}: {file} has no such setting; did you mean {', or '.join(near)}?")
+    values = {}
+    for name in names:
+        require(
+            name.split(".")[-1] not in FIXED_SETTINGS,
+            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
+        )
+        value_type = settings[name][1]
+        values[name] = value_type.parse(text, name)
+    new = replace_settings(cfg, values)
+    return rescale(new, new.length / cfg.length)
+
+
+def with_settings(cfg: Config, settings: Iterable[str]) -> Config:
+    """Returns `cfg` with "name=value" settings applied, in order."""
+    for setting in settings:
+        cfg = override(cfg, setting)
+    return cfg
+
+
+def rescale(cfg: Config, factor: float) -> Config:
+    """Returns `cfg` with `factor` times as many Steps, and TickRates by which averages forget over as many
+    times more ticks.
+    """
+
+    def scaled(steps: int) -> int:
+        return max(1, round(steps * factor)) if steps else 0
+
+    if factor == 1:
+        return cfg
+    values = {}
+    for name, (value, value_type) in flatten_settings(cfg).items():
+        if value_type.rescaled == "rate":
+            values[name] = 1 - (1 - value) ** (1 / factor)
+        elif value_type.rescaled == "steps" and isinstance(value, tuple):
+            values[name] = tuple(scaled(steps) for steps in value)
+        elif value_type.rescaled == "steps":
+            values[name] = scaled(value)
+    return replace_settings(cfg, values)
+
+
+PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in ALL_PRESETS}
+
+
+# ============================================================================================================
+# 4  Shapes. Layers' scalars, gates, and outputs of MUDD; of every row of PARAMS the shape and the initial
 #    value, a line of param_inits().
 # ============================================================================================================
 
@@ -749,15 +945,16 @@ def used_scalars(cfg: Config) -> list[dict[str, bool]]:
     used = []
     for layer in cfg.layers:
         attends = bool(layer.attention)
-        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
         flags = {
             "qkv": attends,
             "out": attends,
-            "resid_attention": has_own,  # without effect if nothing is added before the MLPs, as in layer 6
-            "resid_mlp": has_own,
-            "post_attention": has_own and attends,
-            "post_mlp": has_own and layer.mlps > 0,
+            "resid_attention": True,  # without effect if nothing is added before the MLPs, as in layer 6
+            "resid_mlp": True,
+            "post_attention": attends,
+            "post_mlp": layer.mlps > 0,
         }
+        if layer.mudd:  # which computes these for each token
+            flags |= dict.fromkeys(MUDD_SCALARS, False)
         used.append(flags)
     return used
 
@@ -815,6 +1012,7 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
 
 
 GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
+MUDD_SCALARS = ("resid_attention", "post_attention", "resid_mlp", "post_mlp")  # those that MUDD outputs, too
 MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
 GATE_SCALE = 0.1  # initially, times the outputs of the gates' MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
@@ -987,7 +1185,7 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
 
 
 # ============================================================================================================
-# 4  Schedule. Pure functions of the settings and the step.
+# 5  Schedule. Pure functions of the settings and the step.
 # ============================================================================================================
 
 
@@ -1167,7 +1365,7 @@ def warmup_ranges(cfg: Config) -> list[range]:
 
 
 # ============================================================================================================
-# 5  Helpers. A user's errors; labels in traces; compiled functions; dtypes; nests of tensors, packed for one
+# 6  Helpers. A user's errors; labels in traces; compiled functions; dtypes; nests of tensors, packed for one
 #    copy.
 # ============================================================================================================
 
@@ -1209,8 +1407,9 @@ def traced(label: str):
 
 
 COMPILER: Callable | None = None  # compiles a function; None: functions run as written
-DYNAMIC_ARGUMENTS: set[str] = set()  # names of arguments of compiled functions, and names of such functions:
-WITHOUT_AUTOTUNING: set[str] = set()  # compiled() fills both
+# compiled() fills both.
+DYNAMIC_ARGUMENTS: set[str] = set()  # names of arguments; each is dynamic in every compiled function
+WITHOUT_AUTOTUNING: set[str] = set()  # names of functions
 
 
 def compiled(
@@ -1308,8 +1507,8 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
 
 
 # ============================================================================================================
-# 6  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
-#    Segments and RowRoutes are in section 19.
+# 7  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
+#    Segments and RowRoutes are in section 20.
 # ============================================================================================================
 
 
@@ -1325,7 +1524,7 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some documents, one after the other: what one forward and backward takes. Section 22 makes it on the
+    """Some documents, one after the other: what one forward and backward takes. Section 23 makes it on the
     host.
     """
 
@@ -1348,8 +1547,8 @@ class MicroBatch(NamedTuple):
     loss_weights: Tensor | None = None
 
 
-# By ParamSpec.rows_by: finds the Segments of a micro-batch's numbers of rows.
-ROW_LISTS: dict[str, Callable[[MicroBatch], Segments]] = {
+# By ParamSpec.rows_by: makes the Segments of the rows that a micro-batch looks up.
+SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
     "inputs": lambda micro_batch: make_segments(micro_batch.inputs),
     "hashed_rows": lambda micro_batch: make_segments(micro_batch.hashed_rows, micro_batch.sign_ids),
 }
@@ -1378,8 +1577,8 @@ def train_step(
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
         loss, row_grads = model.graphs.run(
-            optimizer.accumulate_flags(),
             forward_backward,
+            host_state=optimizer.accumulate_flags(),
             model=model,
             optimizer=optimizer,
             micro_batch=micro_batch,
@@ -1423,7 +1622,7 @@ def forward_backward(
     x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_weights)  # (T, d)
     prefixes = model.longest_prefix if with_prefix else None
     targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
-    pointer_probs = model.run_pointer(x, micro_batch, model.cfg.pointer_window)
+    pointer_out = model.run_pointer(x, micro_batch, model.cfg.pointer_window)
 
     # The head, forward and backward.
     loss, dx = model.head_loss_and_grad(
@@ -1433,14 +1632,14 @@ def forward_backward(
         optimizer.params["lm_head"],
         loss_share=loss_share,
         sampled_columns=micro_batch.sampled_columns,
-        pointer_probs=pointer_probs,
+        pointer_out=pointer_out,
     )
     # The rest of the backward.
     roots = [x]
     root_grads = [dx]
-    if pointer_probs is not None:
-        roots.append(pointer_probs.probs)
-        root_grads.append(pointer_probs.dprobs)
+    if pointer_out is not None:
+        roots.append(pointer_out.probs)
+        root_grads.append(pointer_out.dprobs)
     with traced("backward"):
         torch.autograd.backward(roots, root_grads)
     row_grads = {}
@@ -1471,7 +1670,7 @@ def validate(
 
 
 # ============================================================================================================
-# 7  Loop. The clock; warm-up; train(), the timed loop around the step.
+# 8  Loop. train(), the timed loop around the step; warm-up; the clock; reading losses without waiting.
 # ============================================================================================================
 
 
@@ -1580,7 +1779,9 @@ class Checkpoints(NamedTuple):
 
 
 def warm_up(training: Training) -> None:
-    """Runs a step of every kind, so that nothing is compiled or allocated on the clock; then restores all."""
+    """Runs a step of every kind, so that nothing is compiled on the clock, and device buffers exist; then
+    restores all.
+    """
     data, model, optimizer, val, loader_comm = training
     cfg = model.cfg
     before = training_state(model, optimizer)
@@ -1676,25 +1877,7 @@ class AsyncLoss:
 
 
 # ============================================================================================================
-# 8  Model. GPT with its embeddings, layers and head; functions of its forward.
-#
-# The streams of the record preset; in quotes, names that GPT.trunk saves them under:
-#
-#   x0              norm of the smeared embeddings
-#   "ngram"         the n-grams' sums; before layer 0 a gated share of them is added: then x is "first"
-#   layers 0 .. 3   attention of norm(x), MLP of norm(x); then x is "skip"
-#   layer 4         no attention; MLP
-#   layer 5         attention, MLP
-#   layer 6         a gated share of "skip" is added first; no attention; MLP
-#   layer 7         no attention, no MLP; then x is "backout"
-#   layer 8         attention of norm("backout"), two MLPs of norm(x)
-#   layer 9         no attention; MLP
-#   layer 10        MUDD scales x, adds "first" and "backout" to it, and all three to the values; attention of
-#                   norm("backout"), with which MUDD adds "first" and "ngram"; MLP
-#   lm_head         norm(x + the sum of lm_head_streams, each times weights of the token, also by channels)
-#
-# Where attention's output is added, or would be, layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4,
-# 5, 9 one of "ngram".
+# 9  Model. GPT with its embeddings, layers and head; functions of its forward.
 # ============================================================================================================
 
 
@@ -1703,9 +1886,9 @@ Term = tuple[Tensor | None, Tensor]
 Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, columns) if they are constants
 
 
-ROTARY_BASE = 1024
-YARN_TURNS = (1, 32)
-YARN_SCALE = 0.2
+ROTARY_BASE = 1024  # the longest wavelength is 2 pi times as many positions, before YaRN
+YARN_TURNS = (1, 32)  # turns in a window: below the first a frequency stretches, above the second it stays
+YARN_SCALE = 0.2  # times log(new / old window) is how far the softmax scale grows
 
 
 class RotaryFamily(NamedTuple):
@@ -1907,7 +2090,7 @@ class GPT(nn.Module):
         gates = self.compute_gates(UP_TO_SKIP, x0)
         x = x0
         if cfg.layers[0].ngram:
-            x = mix([(None, x0), (gates["ngram", 0], ngram)])
+            x = weighted_sum([(None, x0), (gates["ngram", 0], ngram)])
         # Streams that later layers and lm_head_input() read. Until a layer saves its own, each is the stream
         # that enters layer 0, but for "ngram" and the values.
         streams = {
@@ -1925,7 +2108,7 @@ class GPT(nn.Module):
             zip(cfg.layers, self.layer_weights(banks, value_embeds, fp8_weights, T))
         ):
             if i == cfg.skip_to:
-                x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], streams["skip"])])
+                x = weighted_sum([(None, x), (torch.sigmoid(skip) * gates["skip", i], streams["skip"])])
             added: list[Term] = []  # to the stream, before the MLPs
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else streams["normed backout"]
@@ -1941,14 +2124,14 @@ class GPT(nn.Module):
             if layer.ngram and i > 0:
                 added.append((gates["ngram", i], ngram))
             if added:
-                x = mix([(w.scalars["resid_attention"], x), *added])
+                x = weighted_sum([(w.scalars["resid_attention"], x), *added])
             mlp_outputs: list[Term] = []
             if layer.mlps or layer.mudd:
                 mlp_input = norm(x)
                 mlp_outputs = self.mlp_branch(mlp_input, w)
             if layer.mudd:
                 streams["mudd mlp"] = mlp_input
-            x = mix([(w.scalars["resid_mlp"], x), *mlp_outputs])
+            x = weighted_sum([(w.scalars["resid_mlp"], x), *mlp_outputs])
             if i == cfg.skip_from:
                 streams["skip"] = x
                 gates |= self.compute_gates(AFTER_SKIP, x)
@@ -1956,7 +2139,7 @@ class GPT(nn.Module):
                 streams["backout"] = x
                 streams["normed backout"] = norm(x)
         lm_head_streams = [streams[name] for name in self.lm_head_streams]
-        return lm_head_input(x, self.small_mlp("mudd", TO_LM_HEAD, x), lm_head_streams)
+        return lm_head_input(x, self.mudd_weights(TO_LM_HEAD, x), lm_head_streams)
 
     def layer_weights(
         self, banks: dict[str, BankWeight], value_embeds: Sequence[Tensor], fp8_weights: FP8MLP | None, T: int
@@ -2031,26 +2214,24 @@ class GPT(nn.Module):
         Returns the layer's stream; its weights, with other values and with scalars for each token; and what
         is added to the stream with attention's output.
         """
-        outputs = self.small_mlp("mudd", TO_LAYER, x)[:, :, None]  # (weights, T, 1)
+        outputs = self.mudd_weights(TO_LAYER, x)[:, :, None]  # (weights, T, 1)
         weights = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
         first, backout = streams["first"], streams["backout"]
         left, right = w.value_embed.chunk(2, 1)
         value = torch.cat([weights["left value"] * left, weights["right value"] * right], 1)
-        value = value + mix(
+        value = value + weighted_sum(
             [
                 (weights["first to value"], first),
                 (weights["backout to value"], backout),
                 (weights["x to value"], x),
             ]
         )
-        x = mix([(1 + weights["x"], x), (weights["first"], first), (weights["backout"], backout)])
+        x = weighted_sum([(1 + weights["x"], x), (weights["first"], first), (weights["backout"], backout)])
         added: list[Term] = [
             (weights["first with output"], first),
             (weights["ngram with output"], streams["ngram"]),
         ]
-        by_token = {
-            name: weights[name] for name in ("resid_attention", "post_attention", "resid_mlp", "post_mlp")
-        }
+        by_token = {name: weights[name] for name in MUDD_SCALARS}
         return x, w._replace(value_embed=value, scalars=w.scalars | by_token), added
 
     def attention_branch(
@@ -2093,8 +2274,8 @@ class GPT(nn.Module):
         # cancel the scalar "qkv" in q and k, so it acts on values alone. It is expanded to the shape of the
         # norms, so that compiled code has one kernel for the backward of both.
         scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
-        qk = norm(mix([(scale, qk.view(T, 2, heads, qk_dim))]))
-        v = mix([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
+        qk = norm(weighted_sum([(scale, qk.view(T, 2, heads, qk_dim))]))
+        v = weighted_sum([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
         if w.value_embed is not None:
             # Value embeddings: a second embedding of the token is added to the values, so that the stream
             # need not carry the token up to this layer (records 14, 17; value residuals: Zhou et al. 2024,
@@ -2124,33 +2305,35 @@ class GPT(nn.Module):
         return outputs
 
     def compute_gates(self, which: int, u: Tensor) -> Gates:
-        """Returns the gates that one of the two gate MLPs computes from u (T, d)."""
+        """Returns the gates that one of the two gate MLPs computes from u (T, d); without mudd_gates
+        constants.
+        """
         table = self.gate_table[which]
         if not table:
             return {}
-        outputs = self.small_mlp("mudd_gate", which, u).T  # (T, columns of all gates)
+        biases = self.mudd_gate_b2[which, : len(self.small_mlp_biases["mudd_gate"][which])]
+        w1 = w2 = None
+        if self.cfg.mudd_gates:
+            w1 = self.mudd_gate_w1[which]
+            w2 = self.mudd_gate_w2[which, : len(biases)]
+        outputs = (self.mudd_gate_scale.to(u.dtype) * small_mlp(u, w1, w2, biases)).T  # (T, all columns)
         parts = outputs.split([gate.columns for gate in table], 1)
         return {(gate.use, gate.layer): part for gate, part in zip(table, parts)}
 
-    def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
-        """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
+    def mudd_weights(self, which: int, u: Tensor) -> Tensor:
+        """Returns the weights of streams, (k, T), that one of the two MLPs "mudd" computes from u (T, d); (k,
+        1) without Config.mudd_weights.
 
-        Without weights they are constants, (k, 1). For TO_LM_HEAD they are a weight for each stream, with a
-        bias, then mix_groups for each stream, without. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in
-        record 81; gates by it in record 85.
+        TO_LM_HEAD: a weight for each stream, with a bias, then mix_groups for each stream, without.
         """
-        num_biases = len(self.small_mlp_biases[name][i])
-        scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
-        without_bias = 0
-        if (name, i) == ("mudd", TO_LM_HEAD):
-            without_bias = self.cfg.mix_groups * num_biases
-        out = getattr(self, f"{name}_b2")[i, :num_biases]
-        out = F.pad(out, (0, without_bias))[:, None]  # (k, 1)
-        if hasattr(self, f"{name}_w1"):
-            w1 = getattr(self, f"{name}_w1")[i]  # (hidden, d)
-            w2 = getattr(self, f"{name}_w2")[i, : len(out)]  # (k, hidden)
-            out = torch.addmm(out, w2, F.gelu(F.linear(u, w1)).T)
-        return scale * out
+        biases = self.mudd_b2[which, : len(self.small_mlp_biases["mudd"][which])]
+        if which == TO_LM_HEAD:
+            biases = F.pad(biases, (0, self.cfg.mix_groups * len(biases)))
+        w1 = w2 = None
+        if self.cfg.mudd_weights:
+            w1 = self.mudd_w1[which]
+            w2 = self.mudd_w2[which, : len(biases)]
+        return MUDD_SCALE * small_mlp(u, w1, w2, biases)
 
     # ---------------------------------------------------------------------------------- the head and its loss
 
@@ -2164,7 +2347,7 @@ class GPT(nn.Module):
         head: LMHead,
         loss_share: float,
         sampled_columns: Tensor | None = None,
-        pointer_probs: PointerOutput | None = None,
+        pointer_out: PointerOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the head's forward and backward at once, in chunks of tokens:
 
@@ -2179,16 +2362,16 @@ class GPT(nn.Module):
         92). Targets that are none of them do not count.
 
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
-        x. The remaining backward begins with it, and with pointer_probs.dprobs, which this writes.
+        x. The remaining backward begins with it, and with pointer_out.dprobs, which this writes.
         """
         w = self.lm_head
         chunk_size = self.cfg.head_chunk
         if sampled_columns is not None:
             w = w.index_select(1, sampled_columns)  # (d, P)
             targets = index_in(targets, sampled_columns)
-            if pointer_probs is not None:
-                copy_gate_column = index_in(pointer_probs.copy_gate_column, sampled_columns)
-                pointer_probs = pointer_probs._replace(copy_gate_column=copy_gate_column)
+            if pointer_out is not None:
+                copy_gate_column = index_in(pointer_out.copy_gate_column, sampled_columns)
+                pointer_out = pointer_out._replace(copy_gate_column=copy_gate_column)
             chunk_size *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
         fp8 = self.backend.fp8
         fp8_scale = 0.0  # of dlogits
@@ -2207,7 +2390,7 @@ class GPT(nn.Module):
                 logits = fp8_matmul(x8[chunk], w8_T.T, (x_scale, w_scale), x8.dtype, fast=True)
             else:
                 logits = x[chunk] @ w
-            chunk_pointer = None if pointer_probs is None else pointer_probs.chunk(chunk)
+            chunk_pointer = None if pointer_out is None else pointer_out.chunk(chunk)
             chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
                 logits, targets[chunk], loss_weights, fp8_scale, chunk_pointer, self.cfg.softcap
             )
@@ -2248,11 +2431,11 @@ class GPT(nn.Module):
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         cfg = self.cfg
         x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
-        pointer_probs = self.run_pointer(x, micro_batch, cfg.pointer_val_window)
+        pointer_out = self.run_pointer(x, micro_batch, cfg.pointer_val_window)
         losses = []
         for i in range(0, len(x), cfg.head_chunk):
             chunk = slice(i, i + cfg.head_chunk)
-            chunk_pointer = None if pointer_probs is None else pointer_probs.chunk(chunk)
+            chunk_pointer = None if pointer_out is None else pointer_out.chunk(chunk)
             logits = x[chunk] @ self.lm_head
             losses.append(next_token_losses(logits, micro_batch.targets[chunk], chunk_pointer, cfg.softcap))
         return torch.cat(losses)
@@ -2270,11 +2453,11 @@ class GPT(nn.Module):
         micro_batch = move(pack(make_micro_batch(text, EMPTY_INT32, len(tokens), cfg)), self.device)
         looked_up = self.look_up(micro_batch, training=False)
         x = self.forward(looked_up, micro_batch, window_tokens(cfg, cfg.val_windows))
-        z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
-        if not cfg.pointer_dim:
-            return z.softmax(1)[0, : cfg.vocab_size]
-        pointer_inputs = self.pointer_inputs(x)
-        p = all_mixed_probs(z, pointer_inputs, micro_batch, cfg.pointer_val_window, self.copy_gate_column)
+        z = softcapped(x[-1:] @ self.lm_head, cfg.softcap)
+        p = z.softmax(1)[0]
+        if cfg.pointer_dim:
+            pointer_inputs = self.pointer_inputs(x)
+            p = all_mixed_probs(z, pointer_inputs, micro_batch, cfg.pointer_val_window, self.copy_gate_column)
         return p[: cfg.vocab_size]
 
     # -------------------------------------------------------------------------------------- rotary embedding
@@ -2320,6 +2503,17 @@ class GPT(nn.Module):
         angles = positions[:, None] * freq
         dtype = dtype_of(cfg.dtype)
         return RotaryFamily(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
+
+
+def small_mlp(u: Tensor, w1: Tensor | None, w2: Tensor | None, biases: Tensor) -> Tensor:
+    """Returns w2 gelu(w1 u) + biases, (k, T), for u (T, d), w1 (hidden, d), w2 (k, hidden); without weights
+    the biases, (k, 1).
+
+    MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
+    """
+    if w1 is None:
+        return biases[:, None]
+    return torch.addmm(biases[:, None], w2, F.gelu(F.linear(u, w1)).T)
 
 
 def rotary_kind(layer: Layer) -> tuple:
@@ -2378,12 +2572,12 @@ def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
     for scale, stream in zip(scales, streams):
         terms.append((scale, stream.unflatten(1, (groups, -1))))
-    # Norm even when compiled: its backward needs only its result. rms_norm's would run mix() again.
-    return Norm.apply(mix(terms).flatten(1))
+    # Norm even when compiled: its backward needs only its result. rms_norm's would run weighted_sum() again.
+    return Norm.apply(weighted_sum(terms).flatten(1))
 
 
 # ============================================================================================================
-# 9  Tools. What several kernels need; scalars on device and host; transposed copies, sums into columns.
+# 10  Tools. What several kernels need; scalars on device and host; transposed copies, sums into columns.
 # ============================================================================================================
 
 # Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
@@ -2458,16 +2652,16 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 
 # ============================================================================================================
-# 10  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad.
+# 11  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad.
 # ============================================================================================================
 
 
 def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], accumulate: Tensor) -> None:
     """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `accumulate`.
 
-    For a weight in x w^T, a is the output's gradient and b is x; for one in x w, a is x.
-    In one dtype the sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16
-    before it is added. FP8 a and b, both column-major: a^T b times both scales, added through fp32.
+    For y = x w^T: a = dy, b = x. For y = x w: a = x, b = dy. If a, b and main_grad have one dtype, the
+    product is added inside, and rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to
+    bf16, then added. FP8 a and b, both column-major: a^T b times both scales, added in fp32.
     """
     out = main_grad[: a.size(1), : b.size(1)]
     if a.dtype == out.dtype:
@@ -2537,14 +2731,16 @@ class Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
-    """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank; transposed: x w, for x (T, rows)."""
+    """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank; transposed: x w, for x (T, rows), as
+    relu_square() says of other activations."""
     return Linear.apply(x, weight, weight.w, transposed)
 
 
 # ============================================================================================================
-# 11  Layers. This and the next sections have of each operation its formula, its form in plain torch, and,
+# 12  Layers. This section, 13 to 15 and 20 have of each operation its formula, its form in plain torch, and,
 #    where it has one, its Triton kernel, with what launches that for the arguments of the plain form. The
-#    Backend (section 21) chooses; but norm, mix and rotate have no kernels, and choose by themselves.
+#    Backend (section 22) chooses; but norm, weighted_sum and rotate have no kernels, and choose by
+# themselves.
 # ============================================================================================================
 
 
@@ -2554,9 +2750,9 @@ def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
 def use_eager_form(x: Tensor) -> bool:
     """True if x is fp32 or fp64, in code that is not compiled.
 
-    norm, mix and rotate have a form for compiled or bf16 code, and an eager one with fewer passes over
-    memory, equal up to rounding. If you edit one, edit both. In two places compiled code takes an eager
-    form's Function for its cheaper backward: Norm in lm_head_input(), Mix in mix().
+    norm, weighted_sum and rotate have a form for compiled or bf16 code, and an eager one with fewer passes
+    over memory, equal up to rounding. If you edit one, edit both. In two places compiled code takes an eager
+    form's Function for its cheaper backward: Norm in lm_head_input(), WeightedSum in weighted_sum().
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2592,7 +2788,7 @@ class Norm(torch.autograd.Function):
         return torch.addcmul(dy, y, along, value=-1).mul_(scale).to(y.dtype)
 
 
-def mix(terms: Sequence[Term]) -> Tensor:
+def weighted_sum(terms: Sequence[Term]) -> Tensor:
     """Sums scales times streams (T, d), from left to right.
 
     A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come in other shapes, such
@@ -2600,14 +2796,17 @@ def mix(terms: Sequence[Term]) -> Tensor:
     stream, a layer's output, x0 and the n-grams, each layer can lean on the input again (record 9).
     """
     if not use_eager_form(terms[0][1]):
-        # Term by term, but with Mix's backward: autograd's would store dy once more, in the scale's dtype.
-        scaled = [x if scale is None else Mix.apply(scale, x) for scale, x in terms]
+        # Term by term, but with WeightedSum's backward: autograd's would store dy once more, in the scale's
+        # dtype.
+        scaled = [x if scale is None else WeightedSum.apply(scale, x) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
-    return Mix.apply(*chain(*terms))
+    return WeightedSum.apply(*chain(*terms))
 
 
-class Mix(torch.autograd.Function):
-    """Computes mix() in fewer passes over memory than autograd's backward. Takes scale, stream, scale, ..."""
+class WeightedSum(torch.autograd.Function):
+    """Computes weighted_sum() in fewer passes over memory than autograd's backward. Takes scale, stream,
+    scale, ...
+    """
 
     @staticmethod
     def forward(ctx, scale, x, *more):
@@ -2790,7 +2989,7 @@ def flash_attention(
 
 
 # ============================================================================================================
-# 12  FP8. Scales, casts, products.
+# 13  FP8. Scales, casts, products.
 #
 # A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
 # * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
@@ -3016,7 +3215,7 @@ class FP8MLPState:
 
 
 # ============================================================================================================
-# 13  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
+# 14  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
 # ============================================================================================================
 
 
@@ -3234,12 +3433,13 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 
 
 # ============================================================================================================
-# 14  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
+# 15  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
 #
 # softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
-# in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of mixture() and
-# mixture_grad(). To add a term of training alone, such as a z-loss, edit softcap_loss, with and without the
-# pointer, and its kernel. Multiply it by loss_weights[0], which contains loss_share.
+# in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of
+# mix_with_pointer() and mix_with_pointer_grad(). To add a term of training alone, such as a z-loss, edit
+# softcap_loss, with and without the pointer, and its kernel. Multiply it by loss_weights[0], which contains
+# loss_share.
 # ============================================================================================================
 
 
@@ -3267,7 +3467,7 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
     return torch.where(columns[at] == ids, at, -1)
 
 
-def mixture(p_vocab, gate, not_gate, p_copy, p_sink):
+def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
     """Mixes the head's probabilities p_vocab with the pointer's. Returns p, the head's part of it, and
     dp/dz_gate. Also a part of the kernel.
 
@@ -3278,15 +3478,23 @@ def mixture(p_vocab, gate, not_gate, p_copy, p_sink):
     return p_head + gate * p_copy, p_head, gate_slope
 
 
-def mixture_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
-    """Returns gradients of the loss -weight log p. Also a part of the kernel.
+def mix_with_pointer_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
+    """Returns gradients of the loss -weight log p, given weight / p. Also a part of the kernel.
 
-    They are with respect to p_copy; to p_sink; to z_gate; and of the other columns' z, what is subtracted at
-    the target, and what multiplies the softmax without the gate.
+    dp_copy, dp_sink: with respect to p_copy and p_sink. dz_gate: to the gate column's z. dz_at_first: what is
+    subtracted from dz in the target's column. softmax_weight: times the softmax without the gate it is the
+    rest of dz in all other columns.
     """
     dp_copy = -weight_over_p * gate
     dz_gate = -weight_over_p * gate_slope
-    return dp_copy, dp_copy * p_vocab, dz_gate, weight_over_p * p_head, weight_over_p * (p_head + gate_slope)
+    dz_at_first = weight_over_p * p_head
+    softmax_weight = weight_over_p * (p_head + gate_slope)
+    return dp_copy, dp_copy * p_vocab, dz_gate, dz_at_first, softmax_weight
+
+
+def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
+    """Returns z, the capped logits, in at least fp32."""
+    return cap.scale * softcap_sigmoid(logits, cap)
 
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
@@ -3313,7 +3521,7 @@ def softcap_loss(
     targets: Tensor,
     loss_weights: Tensor,
     fp8_scale: float = 0.0,
-    pointer_probs: PointerOutput | None = None,
+    pointer_out: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> tuple[Tensor, ...]:
     """Returns each row's loss, the weighted sum of the cross-entropies of its targets after the softcap, and
@@ -3323,7 +3531,7 @@ def softcap_loss(
         loss = sum_k loss_weights[k] (log sum exp z - z[targets[k]])
         dz_j = (sum_k loss_weights[k]) softmax(z)_j - sum_k loss_weights[k] [j = targets[k]]
 
-    With `pointer_probs` the first target's loss is -loss_weights[0] log p of a mixture. p_vocab is the
+    With `pointer_out` the first target's loss is -loss_weights[0] log p of a mixture. p_vocab is the
     target's softmax among all columns but the gate's, `gate` the gate's column's softmax among all; p_copy
     and p_sink are the pointer's (below).
 
@@ -3346,13 +3554,13 @@ def softcap_loss(
     target_weights = (targets >= 0) * loss_weights
     target_s = s.gather(1, target_ids)
     sum_weights = target_weights.sum(dim=-1, keepdim=True)
-    if pointer_probs is None:
+    if pointer_out is None:
         sum_exp = exp_z.sum(dim=-1, keepdim=True)
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
         dz_per_exp_z = sum_weights / sum_exp
         dz_at_targets = target_weights
     else:
-        copy_gate_column = pointer_probs.copy_gate_column
+        copy_gate_column = pointer_out.copy_gate_column
         exp_gate = exp_z[:, copy_gate_column]
         exp_z.index_fill_(1, copy_gate_column, 0)  # the gate's gradient is written below, from dz_gate
         sum_vocab = exp_z.sum(dim=-1, keepdim=True)
@@ -3360,24 +3568,24 @@ def softcap_loss(
         losses = target_weights * (sum_exp.log() - cap.scale * target_s)
         gate = exp_gate / sum_exp
         not_gate = sum_vocab / sum_exp
-        p_copy, p_sink = pointer_probs.probs[..., None]
+        p_copy, p_sink = pointer_out.probs[..., None]
         p_vocab = (cap.scale * target_s[:, :1]).exp() / sum_vocab
-        p, p_head, gate_slope = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+        p, p_head, gate_slope = mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink)
         p = p + PROB_FLOOR
         first_weight = target_weights[:, :1]
         other_weights = sum_weights - first_weight
         losses[:, :1] = -first_weight * p.log()
-        dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mixture_grad(
+        dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mix_with_pointer_grad(
             first_weight / p, p_vocab, gate, p_head, gate_slope
         )
-        pointer_probs.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
+        pointer_out.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
         dz_per_exp_z = softmax_weight / sum_vocab + other_weights / sum_exp
         dz_at_targets = torch.cat([dz_at_first, target_weights[:, 1:]], 1)
         gate_s = s[:, copy_gate_column]
         dz_gate = other_weights * gate + dz_gate
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(slope * dz_per_exp_z)
     grad.scatter_add_(1, target_ids, -slope * dz_at_targets * target_s * (1 - target_s))
-    if pointer_probs is not None:
+    if pointer_out is not None:
         grad.index_copy_(1, copy_gate_column, slope * dz_gate * gate_s * (1 - gate_s))
     losses = losses.sum(dim=-1)
     if fp8_scale:
@@ -3385,8 +3593,8 @@ def softcap_loss(
     return losses, grad.to(logits.dtype)
 
 
-mixture_in_kernel = jit(mixture)
-mixture_grad_in_kernel = jit(mixture_grad)
+mix_with_pointer_in_kernel = jit(mix_with_pointer)
+mix_with_pointer_grad_in_kernel = jit(mix_with_pointer_grad)
 FLOOR = tl.constexpr(PROB_FLOOR)
 LOG2_E = tl.constexpr(math.log2(math.e))  # exp2 takes half of the instructions of exp
 
@@ -3424,7 +3632,7 @@ def softcap_loss_kernel(
 ):
     """Computes the losses and the gradient of ROWS rows, with softcap_loss's names.
 
-    softmax_weight is dz_per_exp_z times the sum of exp(z), dz_at_first the first column of dz_at_targets.
+    all_weight is dz_per_exp_z times the sum of exp(z), dz_at_first the first column of dz_at_targets.
     grad_mul: s (1 - s) times this is dz/dlogits, divided by fp8_scale if there is one.
     z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
     write the same numbers.
@@ -3453,7 +3661,7 @@ def softcap_loss_kernel(
 
     loss = 0.0
     other_weights = 0.0  # of all targets but one that is mixed with the pointer
-    softmax_weight = 0.0
+    all_weight = 0.0  # of the softmax among all columns
     for k in tl.static_range(K):
         target = tl.load(targets + k)
         z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
@@ -3467,23 +3675,23 @@ def softcap_loss_kernel(
             gate = exp_gate / sum_exp
             not_gate = sum_vocab / sum_exp
             p_vocab = tl.exp(z) / sum_vocab
-            p, p_head, gate_slope = mixture_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
+            p, p_head, gate_slope = mix_with_pointer_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
             p += FLOOR
             loss -= weight * tl.log(p)
-            dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mixture_grad_in_kernel(
+            dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mix_with_pointer_grad_in_kernel(
                 weight / p, p_vocab, gate, p_head, gate_slope
             )
             tl.store(pointer_dprobs + rows, dp_copy)
             tl.store(pointer_dprobs + pointer_stride + rows, dp_sink)
-            softmax_weight = softmax_weight / not_gate
+            all_weight = softmax_weight / not_gate
     tl.store(losses + rows, loss)
 
-    softmax_weight += other_weights
+    all_weight += other_weights
     for start in range(0, V, BLOCK):
         cols = start + offs
         s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
         softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
-        dz = softmax_weight * softmax
+        dz = all_weight * softmax
         for k in tl.static_range(K):
             target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else dz_at_first
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
@@ -3507,7 +3715,7 @@ def triton_softcap_loss(
     targets: Tensor,
     loss_weights: Tensor,
     fp8_scale: float = 0.0,
-    pointer_probs: PointerOutput | None = None,
+    pointer_out: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
@@ -3520,8 +3728,8 @@ def triton_softcap_loss(
         grad, grad_T = logits.new_empty(n, V), None
         tiles = LOSS_TILES["row"]
     pointer_args: tuple = (None,) * 4
-    if pointer_probs is not None:
-        probs, copy_gate_column, dprobs = pointer_probs
+    if pointer_out is not None:
+        probs, copy_gate_column, dprobs = pointer_out
         pointer_args = probs, dprobs, copy_gate_column, probs.stride(0)
     softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
         logits,
@@ -3549,10 +3757,10 @@ def triton_softcap_loss(
 def next_token_losses(
     logits: Tensor,
     targets: Tensor,
-    pointer_probs: PointerOutput | None = None,
+    pointer_out: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> Tensor:
-    """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_probs
+    """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_out
 
         p = p_vocab, the softmax of the logits (n, V) after the softcap;
 
@@ -3560,13 +3768,13 @@ def next_token_losses(
 
         p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
     """
-    z = cap.scale * softcap_sigmoid(logits, cap)
-    if pointer_probs is None:
+    z = softcapped(logits, cap)
+    if pointer_out is None:
         return F.cross_entropy(z, targets, reduction="none")
-    gate, not_gate, z = split_copy_gate(z, pointer_probs.copy_gate_column)
+    gate, not_gate, z = split_copy_gate(z, pointer_out.copy_gate_column)
     p_vocab = (-F.cross_entropy(z, targets, reduction="none")).exp()
-    p_copy, p_sink = pointer_probs.probs
-    p, _, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+    p_copy, p_sink = pointer_out.probs
+    p, _, _ = mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink)
     return -(p + PROB_FLOOR).log()
 
 
@@ -3584,7 +3792,7 @@ def all_mixed_probs(
     p_pointer = torch.cat([inputs.sink_scores[last:], scores[0]]).softmax(0)
     p_sink, p_source = p_pointer[:1], p_pointer[1:]
     p_copy = torch.zeros_like(p_vocab).index_add_(0, micro_batch.inputs[sources], p_source)
-    p, _, _ = mixture(p_vocab, gate, not_gate, p_copy, p_sink)
+    p, _, _ = mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink)
     return p
 
 
@@ -3796,8 +4004,7 @@ POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 @compiled
 def pointer_index_rows(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
     """Returns what the kernels index by, (4, T) int32: each query's first source; the end of each source's
-    queries; tokens; targets. A
-    query's sources end before it; a source's queries begin after it.
+    queries; tokens; targets. A query's sources end before it; a source's queries begin after it.
     """
     positions = torch.arange(len(tokens), device=tokens.device)
     documents = document_numbers(cu_seqlens, len(tokens))
@@ -3841,7 +4048,7 @@ def triton_pointer_grad(
 
 
 # ============================================================================================================
-# 15  Collectives of one process group, asynchronous: each returns a Pending, whose wait() returns the result.
+# 16  Collectives of one process group, asynchronous: each returns a Pending, whose wait() returns the result.
 # ============================================================================================================
 
 
@@ -3946,7 +4153,7 @@ class Collectives:
 
 
 # ============================================================================================================
-# 16  Optimizer. Has the objects of section 17 and the table of n-grams, and runs their scatter, update and
+# 17  Optimizer. Has the objects of section 18 and the table of n-grams, and runs their scatter, update and
 #    gather in explicit orders. In a step:
 #
 #                   ShardedParam's subclasses                   NgramTable
@@ -3967,9 +4174,9 @@ class Optimizer:
     Gradients are exchanged in the order of `trainables`: n-grams', then in the order of cfg.params, small
     parameters' last. Updates are done by update_order.
 
-    Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
-    has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
-    copied after lm_head's are gathered.
+    Neither order changes the result: each update reads only its own gradient and state, and the order in
+    which ranks are summed does not depend on when a collective starts. embed's gradient is added before
+    lm_head's is exchanged, and its values are copied after lm_head's are gathered.
     """
 
     def __init__(
@@ -3985,8 +4192,8 @@ class Optimizer:
                 group_key = spec.optimizer, spec.dtype, spec.betas, spec.update_every, spec.reduction
                 groups[group_key].append(spec)
             else:
-                kind = PARAM_CLASSES[spec.kind]
-                self.params[spec.name] = kind(spec, tensors[spec.name], cfg, comm, self.backend)
+                param_class = PARAM_CLASSES[spec.kind]
+                self.params[spec.name] = param_class(spec, tensors[spec.name], cfg, comm, self.backend)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             parts = [tensors[spec.name] for spec in group]
@@ -4118,9 +4325,9 @@ class Optimizer:
 
 
 # ============================================================================================================
-# 17  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
+# 18  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
 #    owns the gradient, from the backward that adds to it to the gather of what its update changes: section
-#    16 has a table of what is called when.
+#    17 has a table of what is called when.
 # ============================================================================================================
 
 
@@ -4343,8 +4550,8 @@ class EmbeddingParam(ShardedParam):
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
-        rows = self.main_grad[self.routes.rows]
-        self.main_grad.index_fill_(0, self.routes.rows.long(), 0)
+        rows = self.main_grad[self.routes.row_ids]
+        self.main_grad.index_fill_(0, self.routes.row_ids.long(), 0)
         return rows
 
     def scatter(self) -> Pending:
@@ -4387,7 +4594,7 @@ class LMHead(DenseParam):
 
     def add_grad_of(self, embed: EmbeddingParam) -> None:
         """Adds the gradient of embed, of which only the touched rows are not 0."""
-        add_columns(self.main_grad, embed.routes.rows, embed.take_rows().T)
+        add_columns(self.main_grad, embed.routes.row_ids, embed.take_rows().T)
 
     def copy_after_gather(self, embed: EmbeddingParam) -> None:
         """Lets embed.wait() wait for this parameter's gather, and then write its transpose to embed."""
@@ -4409,7 +4616,7 @@ PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam
 
 
 # ============================================================================================================
-# 18  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
+# 19  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
 #    with NorMuon's scales are in Config.bank_dtype. Another rule is init, update, and an entry of
 #    UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or an
 #    embedding it is some of the rows.
@@ -4726,7 +4933,7 @@ UPDATE_RULES = {
 
 
 # ============================================================================================================
-# 19  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
+# 20  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
 #    send each other the gradients of those rows alone that batches have read since the table's last update;
 #    but with exchange=reduce_scatter all of an embedding's.
 #
@@ -4756,7 +4963,7 @@ UPDATE_RULES = {
 #
 # The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32, or
 # the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
-# dtype. Otherwise, in bf16, the division rounds once more. Section 20 has what is added for n-grams.
+# dtype. Otherwise, in bf16, the division rounds once more. Section 21 has what is added for n-grams.
 # ============================================================================================================
 
 
@@ -4783,9 +4990,9 @@ class RowRoutes(NamedTuple):
 
     input_splits: list[int]  # how many rows this rank sends to each owner
     output_splits: list[int]  # how many it receives, as an owner, from each rank
-    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
-    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
-    segments: Segments  # of local_rows: several ranks may send the same row
+    row_ids: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
+    local_row_ids: Tensor  # (sum(output_splits),) int32: those of its block that it receives
+    segments: Segments  # of local_row_ids: several ranks may send the same row
 
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
@@ -4865,7 +5072,7 @@ def segment_sum_rows_kernel(
     """Sums a chunk of a row over its positions, in their order. UNROLL loads are in flight.
 
     All chunks of a row begin before the next row's. In GPT-2's vocabulary frequent tokens have low rows, so
-    the rows with the most positions begin first, and no other block waits for them at the end.
+    the rows with the most positions begin first, and no other program waits for them at the end.
     """
     chunks = tl.cdiv(columns, BLOCK)
     i = tl.program_id(0) // chunks
@@ -4902,28 +5109,29 @@ def triton_segment_sum_rows(
     segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
 
 
-# ---- Their exchange ----------------------------------------------------------------------------------------
+# ---- Exchange of touched rows' gradients -------------------------------------------------------------------
 
 
-def route_embedding(comm: Collectives, spec: ParamSpec, num_rows: int, rows: np.ndarray) -> RowRoutes:
-    """Routes the touched `rows` (n,) of an embedding of num_rows rows, whose blocks are consecutive rows.
+def route_embedding(comm: Collectives, spec: ParamSpec, num_rows: int, row_ids: np.ndarray) -> RowRoutes:
+    """Routes the touched `row_ids` (n,) of an embedding of num_rows row_ids, whose blocks are consecutive
+    row_ids.
 
     With exchange=reduce_scatter all of the gradient is sent, so no rank need know what others have touched.
-    The routes then only say which rows this rank has touched, and are made as if there were one rank.
+    The routes then only say which row_ids this rank has touched, and are made as if there were one rank.
     """
     if spec.exchange == "reduce_scatter":
         comm = Collectives(0, 1)
-    owner, local_row = np.divmod(rows, num_rows // comm.world_size)
-    return route_rows(comm, spec.name, rows, owner, local_row)
+    owner, local_row = np.divmod(row_ids, num_rows // comm.world_size)
+    return route_rows(comm, spec.name, row_ids, owner, local_row)
 
 
 def route_rows(
-    comm: Collectives, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
+    comm: Collectives, name: str, row_ids: np.ndarray, owner: np.ndarray, local_row: np.ndarray
 ) -> RowRoutes:
     """Tells each row's owner that this rank has touched the row. Blocks.
 
-    rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
-    and where in its block. Owners ascend.
+    row_ids (n,): distinct row_ids of the table `name`; owner[i] and local_row[i]: the rank that has
+    row_ids[i], and where in its block. Owners ascend.
     """
     input_splits = np.bincount(owner, minlength=comm.world_size).tolist()
     output_splits = input_splits
@@ -4934,7 +5142,7 @@ def route_rows(
         output_splits = comm.all_to_all("counts", name, counts, ones, ones).wait().tolist()
         arriving = comm.all_to_all("row ids", name, arriving, input_splits, output_splits).wait()
     arriving = arriving.cpu()
-    return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
+    return RowRoutes(input_splits, output_splits, int32(row_ids), arriving, make_segments(arriving))
 
 
 def reduce_rows(
@@ -4956,7 +5164,7 @@ def reduce_rows(
 
 
 # ============================================================================================================
-# 20  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
+# 21  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
 #
 # It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
 # rows that these steps read are fetched once, before the first of them, and their gradients return once,
@@ -5011,8 +5219,8 @@ def hash_ngrams(
     hashes ^= hashes >> 13
     hashes *= 0xC2B2AE35
     hashes ^= hashes >> 16
-    last_row = ngrams.rows_per_order - 1  # all rows of a range but the last
-    hashes -= hashes // last_row * last_row  # NumPy's % is not vectorized
+    last_row = ngrams.rows_per_order - 1  # of a range: for positions that end no whole n-gram
+    hashes -= hashes // last_row * last_row  # hashes % last_row; NumPy's % is not vectorized
     for i, n in enumerate(ngrams.orders):
         hashes[i, : n - 1] = last_row
     hashes += np.arange(len(hashes), dtype=np.uint32)[:, None] * ngrams.rows_per_order
@@ -5045,17 +5253,18 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
     return routed
 
 
-def route_ngrams(comm: Collectives, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
-    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
+def route_ngrams(comm: Collectives, row_ids: np.ndarray) -> tuple[RowRoutes, Tensor]:
+    """Routes distinct row_ids (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
 
-    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
+    Also returns the slots, (n,) int32, of row_ids[0], row_ids[1], ...: their places in the order of the
+    routes.
     """
-    owner = rows % comm.world_size
+    owner = row_ids % comm.world_size
     by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
-    slots = np.empty(len(rows), np.int32)
-    slots[by_owner] = np.arange(len(rows), dtype=np.int32)
-    rows = rows[by_owner]
-    routes = route_rows(comm, "ngrams", rows, owner[by_owner], rows // comm.world_size)
+    slots = np.empty(len(row_ids), np.int32)
+    slots[by_owner] = np.arange(len(row_ids), dtype=np.int32)
+    row_ids = row_ids[by_owner]
+    routes = route_rows(comm, "ngrams", row_ids, owner[by_owner], row_ids // comm.world_size)
     return routes, int32(slots)
 
 
@@ -5084,7 +5293,8 @@ class NgramTable(Trainable):
     """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
     There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
-    For rates by order edit only update() and row_adam(): a row's number tells its order.
+    For rates by order edit only update() and row_adam(). A row's number in the whole table, which is its
+    local_row * world_size + rank, tells its order.
 
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
     says which rank has which row. Rows start at 0.
@@ -5116,8 +5326,8 @@ class NgramTable(Trainable):
         gradients in reverse: owners send them to slots 0, 1, ... of the cache, which are ordered by owner.
         """
         self.routes = routes
-        own = self.block.index_select(0, routes.local_rows)
-        out = self.cache[: len(routes.rows)]
+        own = self.block.index_select(0, routes.local_row_ids)
+        out = self.cache[: len(routes.row_ids)]
         self.in_flight = self.comm.all_to_all(
             "rows", self.name, own, routes.output_splits, routes.input_splits, out
         )
@@ -5130,26 +5340,27 @@ class NgramTable(Trainable):
         # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
         mean_rows = torch.arange(distinct, dtype=torch.int32, device=self.device)
         routes = self.routes._replace(segments=segments._replace(ids=mean_rows))
-        rows = self.main_grad[: len(routes.rows)]
+        rows = self.main_grad[: len(routes.row_ids)]
         out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
         return reduce_rows(self.comm, self.backend, self.name, rows, routes, out)
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
-        rows = self.routes.segments.ids
-        row_adam(self.block, rows, grad, self.state, self.beta2_powers, self.spec, plan)
+        row_ids = self.routes.segments.ids
+        row_adam(self.block, row_ids, grad, self.state, self.beta2_powers, self.spec, plan)
 
     def clear(self) -> None:
-        self.main_grad[: len(self.routes.rows)].zero_()
+        self.main_grad[: len(self.routes.row_ids)].zero_()
 
     @torch.no_grad()
-    def fetch(self, rows: Tensor) -> Tensor:
-        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
+    def fetch(self, row_ids: Tensor) -> Tensor:
+        """Returns rows of the table, (n, width), by their distinct numbers row_ids (n,), outside training.
+        Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
-        routes, slots = route_ngrams(self.comm, rows.cpu().numpy())
-        own = self.block[routes.local_rows]
+        routes, slots = route_ngrams(self.comm, row_ids.cpu().numpy())
+        own = self.block[routes.local_row_ids]
         received = self.comm.all_to_all(
             "rows outside training", self.name, own, routes.output_splits, routes.input_splits
         )
@@ -5170,7 +5381,7 @@ def make_ngram_table(cfg: Config, comm: Collectives, backend: Backend | None = N
         return NgramTable(cfg, comm, backend)
 
 
-# ---- Its update rule ---------------------------------------------------------------------------------------
+# ---- Row Adam, the n-grams' update rule --------------------------------------------------------------------
 
 
 ROW_EPS = 1e-10
@@ -5189,14 +5400,14 @@ def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
 
 def row_adam(
     table: Tensor,
-    rows: Tensor,
+    row_ids: Tensor,
     grads: Tensor,
     state: dict,
     beta2_powers: Tensor,
     ngrams: Ngrams,
     plan: StepPlan,
 ) -> None:
-    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
+    """Updates `row_ids` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
 
         moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
         update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
@@ -5220,12 +5431,12 @@ def row_adam(
     update_beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
+    update = row_adam_update if len(row_ids) > 1 else row_adam_update.__wrapped__  # type: ignore
     update(
         table,
         state["second_moment"],
         state["last_update"],
-        rows,
+        row_ids,
         grads,
         beta2_powers,
         now=host_scalar(now, torch.int32),
@@ -5241,7 +5452,7 @@ def row_adam_update(
     table: Tensor,
     second_moment: Tensor,
     last_update: Tensor,
-    rows: Tensor,
+    row_ids: Tensor,
     grads: Tensor,
     beta2_powers: Tensor,
     now: Tensor,
@@ -5253,11 +5464,11 @@ def row_adam_update(
 
     beta2_powers[k] is beta2^k.
     """
-    ids = rows.long()
+    ids = row_ids.long()
     decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
     moments = decayed + one_minus_beta2 * grads.square().mean(-1)
     second_moment.index_copy_(0, ids, moments)
-    last_update.index_copy_(0, ids, torch.zeros_like(rows) + now)
+    last_update.index_copy_(0, ids, torch.zeros_like(row_ids) + now)
     old = table[ids].to(grads.dtype)
     update = step_size * grads / (moments.sqrt() + ROW_EPS)[:, None]
     update += decay * old * (update * old > 0)
@@ -5340,7 +5551,7 @@ assert CONTEXTS.keys() == set(typing.get_args(Context))
 
 
 # ============================================================================================================
-# 21  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
+# 22  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
 # ============================================================================================================
 
 
@@ -5459,12 +5670,12 @@ class CUDAGraphs:
         self.pool = torch.cuda.graph_pool_handle() if enabled else None
         self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
 
-    def run(self, state: tuple, function: Callable, **arguments):
-        """Returns function(**arguments). state: what it reads on the host besides its arguments."""
+    def run(self, function: Callable, host_state: tuple, **arguments):
+        """Returns function(**arguments). host_state: what it reads on the host besides its arguments."""
         call = partial(function, **arguments)
         if self.pool is None or TRACING:  # a trace has the launches one by one
             return call()
-        key_parts = [state, function]
+        key_parts = [host_state, function]
         for x in tree_leaves(arguments):
             if isinstance(x, Tensor):
                 x = x.data_ptr(), x.shape
@@ -5485,7 +5696,7 @@ class CUDAGraphs:
 
 
 # ============================================================================================================
-# 22  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
+# 23  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
 #     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
@@ -5814,8 +6025,9 @@ class TrainLoader:
 class Prefetcher:
     """Builds the planned steps' batches on a thread, some ahead of the one in use.
 
-    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. Before the first
-    of the planned steps no table may have gradients that await an update: their rows are not known here.
+    Ranks tell each other over `comm`, whose process group nothing else uses, which rows they touch. Before
+    the first of the planned steps no table may have gradients that await an update: their rows are not known
+    here.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], comm: Collectives):
@@ -5868,7 +6080,7 @@ class Prefetcher:
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
         micro_batches = []
         for micro_batch in loaded:
-            segments = {name: find(micro_batch) for name, find in ROW_LISTS.items()}
+            segments = {name: make(micro_batch) for name, make in SEGMENT_MAKERS.items()}
             micro_batch = micro_batch._replace(segments=segments, loss_weights=loss_weights)
             micro_batches.append(micro_batch)
         routes = {}
@@ -5916,178 +6128,8 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 23  Command line. --set name=value, and options.
+# 24  Command line. Options.
 # ============================================================================================================
-
-
-class SettingType(NamedTuple):
-    """Which values a setting takes, as the annotation of its dataclass field says."""
-
-    type: type  # bool, int, float or str
-    low: float = 0
-    high: float = sys.float_info.max
-    choices: tuple = ()  # the only values, if there are any
-    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
-    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
-
-    def parse(self, text: str, name: str):
-        """Returns the value that --set name=text gives."""
-        if self.size is None:
-            return self.parse_one(text, name)
-        parts = [part for part in text.split(",") if part]
-        require(self.size in (0, len(parts)), f"--set {name}={text}: give two values")
-        return tuple(self.parse_one(part, name) for part in parts)
-
-    def parse_one(self, text: str, name: str):
-        choices = {str(choice).lower(): choice for choice in self.choices}
-        try:
-            value = choices[text.lower()] if choices else self.type(text)
-        except (KeyError, ValueError):
-            number = "a whole number" if self.type is int else "a number"
-            kinds = " or ".join(filter(None, choices)) or number
-            raise UserError(f"--set {name}={text}: give {kinds}") from None
-        end = "on" if self.high == sys.float_info.max else f"to {self.high:g}"
-        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} {end}")
-        return value
-
-    def allows(self, value) -> bool:
-        """True if the setting, or a part of a tuple, can have this value."""
-        if self.choices:
-            return value in self.choices
-        if self.type is str:
-            return isinstance(value, str)
-        is_number = isinstance(value, int) or self.type is float and isinstance(value, float)
-        return is_number and self.low <= value <= self.high  # NaN is never between
-
-
-@cache
-def setting_type(hint) -> SettingType:
-    """Returns the SettingType of an annotation."""
-    args = typing.get_args(hint)
-    origin = typing.get_origin(hint)
-    if origin is tuple:
-        return setting_type(args[0])._replace(size=0 if Ellipsis in args else len(args))
-    if origin is Annotated:
-        number, low, high, *rescaled = args
-        return SettingType(number, low, high, rescaled="".join(rescaled))
-    if origin is Literal:
-        return SettingType(type(args[0]), choices=args)
-    return SettingType(hint, choices=(True, False) if hint is bool else ())
-
-
-@cache  # get_type_hints evaluates every annotation anew
-def setting_hints(table) -> dict[str, typing.Any]:
-    """Returns the annotations of a dataclass's fields, in order."""
-    return typing.get_type_hints(table, globals(), include_extras=True)
-
-
-def row_type(hint):
-    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
-    if typing.get_origin(hint) is tuple:
-        hint = typing.get_args(hint)[0]
-    return hint if dataclasses.is_dataclass(hint) else None
-
-
-def rows_of(value, name: str) -> dict[str, typing.Any]:
-    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
-    name. A group of settings is one row, of the group's name.
-    """
-    if not isinstance(value, tuple):
-        return {name: value}
-    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
-
-
-def flatten_settings(group, path: str = "") -> dict[str, tuple[typing.Any, SettingType]]:
-    """Returns the value and the SettingType of every setting of a config, or of a part of it, by its name in
-    --set: "stages.0.steps".
-    """
-    settings = {}
-    for name, hint in setting_hints(group.__class__).items():
-        value = getattr(group, name)
-        if row_type(hint) is None:
-            settings[path + name] = value, setting_type(hint)
-            continue
-        for row_name, row in rows_of(value, path + name).items():
-            settings |= flatten_settings(row, f"{row_name}.")
-    return settings
-
-
-def replace_settings(group, values: dict[str, typing.Any], path: str = ""):
-    """Returns a copy of a config, or of a part of it, with `values` by the names of flatten_settings()."""
-    fields = {}
-    for name, hint in setting_hints(group.__class__).items():
-        value = getattr(group, name)
-        if row_type(hint) is None:
-            fields[name] = values.get(path + name, value)
-            continue
-        rows = [
-            replace_settings(row, values, f"{row_name}.")
-            for row_name, row in rows_of(value, path + name).items()
-        ]
-        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
-    return type(group)(**fields)
-
-
-# Names, also of preset and track, and a parameter's kind and rows_by are the script's: --set cannot change
-# them.
-FIXED_SETTINGS = ("preset", "track", "name", "kind", "rows_by")
-
-
-def override(cfg: Config, setting: str) -> Config:
-    """Returns `cfg` with one "name=value" applied.
-
-    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
-    stages.*.windows.long=9, params.embed.lr_mul=2.
-    """
-    pattern, eq, text = setting.partition("=")
-    require(eq, f"--set {setting}: write name=value")
-    settings = flatten_settings(cfg)
-    names = fnmatch.filter(settings, pattern)
-    if not names:
-        near = [*difflib.get_close_matches(pattern, settings), "another script"]
-        file = Path(__file__).name
-        raise UserError(f"--set {pattern}: {file} has no such setting; did you mean {', or '.join(near)}?")
-    values = {}
-    for name in names:
-        require(
-            name.split(".")[-1] not in FIXED_SETTINGS,
-            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
-        )
-        value_type = settings[name][1]
-        values[name] = value_type.parse(text, name)
-    new = replace_settings(cfg, values)
-    return rescale(new, new.length / cfg.length)
-
-
-def with_settings(cfg: Config, settings: Iterable[str]) -> Config:
-    """Returns `cfg` with "name=value" settings applied, in order."""
-    for setting in settings:
-        cfg = override(cfg, setting)
-    return cfg
-
-
-def rescale(cfg: Config, factor: float) -> Config:
-    """Returns `cfg` with `factor` times as many Steps, and TickRates by which averages forget over as many
-    times more ticks.
-    """
-
-    def scaled(steps: int) -> int:
-        return max(1, round(steps * factor)) if steps else 0
-
-    if factor == 1:
-        return cfg
-    values = {}
-    for name, (value, value_type) in flatten_settings(cfg).items():
-        if value_type.rescaled == "rate":
-            values[name] = 1 - (1 - value) ** (1 / factor)
-        elif value_type.rescaled == "steps" and isinstance(value, tuple):
-            values[name] = tuple(scaled(steps) for steps in value)
-        elif value_type.rescaled == "steps":
-            values[name] = scaled(value)
-    return replace_settings(cfg, values)
-
-
-PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in ALL_PRESETS}
 
 
 def positive_int(text: str) -> int:
@@ -6131,7 +6173,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--checkpoint-every",
         type=positive_int,
         metavar="N",
-        help="save all state beside the log every N steps, in multiples of 4",
+        help=f"save all state beside the log every N steps, in multiples of {UPDATE_PERIOD}",
     )
     parser.add_argument(
         "--resume", help="log of a run to continue from its last checkpoint, with the same options"
@@ -6167,7 +6209,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 
 # ============================================================================================================
-# 24  Checks. What settings must satisfy.
+# 25  Checks. What settings must satisfy.
 # ============================================================================================================
 
 
@@ -6304,9 +6346,10 @@ def check_updates(cfg: Config) -> None:
 
 def check_fp8(cfg: Config, count: int) -> None:
     """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
+    widest = int((E4M3_MAX * FP8_MLP_H_SCALE) ** 2)
     require(
-        not cfg.fp8_mlp or cfg.dim**0.5 <= E4M3_MAX * FP8_MLP_H_SCALE,
-        "FP8's scale of the MLPs' input is for a model's width up to 784; use --set fp8_mlp=false",
+        not cfg.fp8_mlp or cfg.dim <= widest,
+        f"FP8's scale of the MLPs' input is for a model's width up to {widest}; use --set fp8_mlp=false",
     )
     for i, stage in enumerate(cfg.stages):
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
@@ -6318,7 +6361,7 @@ def check_fp8(cfg: Config, count: int) -> None:
 
 
 # ============================================================================================================
-# 25  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
+# 26  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
 # ============================================================================================================
 
 
@@ -6366,7 +6409,7 @@ def source_hash(source: bytes = SOURCE) -> str:
 
 def describe_commit(script: Path, source: bytes) -> str:
     """Returns the repository's commit and, in brackets, "clean" if that commit has the script as `source`,
-    else "modified".
+    else "modified"; or "unknown".
     """
     # With GIT_DIR git would look into another repository.
     git_command = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git"]
@@ -6430,21 +6473,19 @@ def track_of(cfg: Config, world_size: int) -> str:
 
 def name_run(args: argparse.Namespace, track: str, comm: Collectives, resumed: dict) -> tuple[Path, Path]:
     """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
-    folder = "attempts"
-    if args.name:
-        # run.sh sets the date, so that all its runs share a folder even if midnight passes.
-        folder = f"{os.environ.get('RUN_DATE', date.today())}_{args.name}"
-    path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
-    path = comm.from_rank_0(path)
-    suffix = ".txt"
+    # run.sh sets the date, so that all its runs share a folder even if midnight passes.
+    made = uuid.uuid4().hex[:12], os.environ.get("RUN_DATE", str(date.today()))
+    run_id, today = comm.from_rank_0(made)
     if resumed:
-        suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
         path = find_checkpoint(args.resume).parent.with_suffix("")  # RUN.checkpoint/stepN -> RUN
         require(
             not args.name or str(path.parent).endswith(f"_{args.name}"),
             f"--name {args.name}: {args.resume} is of a run of another name; leave --name out",
         )
-    return path, path.with_suffix(suffix)
+        return path, path.with_suffix(f".from{resumed['step']}_{run_id}.txt")
+    folder = f"{today}_{args.name}" if args.name else "attempts"
+    path = Path("records", track, folder, f"seed{args.seed}_{run_id}")
+    return path, path.with_suffix(".txt")
 
 
 def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, comm: Collectives) -> None:
@@ -6690,7 +6731,7 @@ def require_same_task(args: argparse.Namespace, task: dict, comm: Collectives, r
 
 
 # ============================================================================================================
-# 26  Run. Processes and devices; build; closing lines and samples; run() is the whole story.
+# 27  Run. Processes and devices; build; closing lines and samples; run() is the whole story.
 # ============================================================================================================
 
 # How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its

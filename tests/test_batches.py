@@ -30,12 +30,12 @@ def check_routes(routes, touched, rank, rows):
     block = rows // world_size
     own = sorted(touched[rank])
     owners = [row // block for row in own]
-    assert routes.rows.tolist() == own
+    assert routes.row_ids.tolist() == own
     assert routes.input_splits == [owners.count(owner) for owner in range(world_size)]
     arriving = [[row % block for row in sorted(other) if row // block == rank] for other in touched]
-    assert routes.local_rows.tolist() == sum(arriving, [])
+    assert routes.local_row_ids.tolist() == sum(arriving, [])
     assert routes.output_splits == [len(local_rows) for local_rows in arriving]
-    assert routes.rows.dtype == routes.local_rows.dtype == torch.int32
+    assert routes.row_ids.dtype == routes.local_row_ids.dtype == torch.int32
 
 
 def check_micro_batch(actual, read, plan, world_size):

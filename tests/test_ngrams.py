@@ -190,10 +190,10 @@ def test_slots_of_ngrams_are_their_places_in_the_exchange(world_size):
         plan, slots = tg.route_ngrams(ReturningCollectives(0, world_size), np.array(rows, np.int32))
         by_owner = [[row for row in rows if row % world_size == rank] for rank in range(world_size)]
         assert plan.input_splits == [len(owned) for owned in by_owner]
-        assert plan.rows.tolist() == sum(by_owner, [])
-        assert plan.local_rows.tolist() == [row // world_size for row in plan.rows.tolist()]
+        assert plan.row_ids.tolist() == sum(by_owner, [])
+        assert plan.local_row_ids.tolist() == [row // world_size for row in plan.row_ids.tolist()]
         assert slots.dtype == torch.int32
-        assert plan.rows[slots].tolist() == rows
+        assert plan.row_ids[slots].tolist() == rows
 
 
 def test_a_rank_has_room_for_all_rows_between_two_updates():

@@ -83,7 +83,7 @@ def mixture_inputs(case, dtype):
 @MIXTURES
 def test_golden_mixture(case, dtype):
     logits, targets, weights, copies = mixture_inputs(case, dtype)
-    losses, grad = tg.softcap_loss(logits, targets, weights, pointer_probs=copies)
+    losses, grad = tg.softcap_loss(logits, targets, weights, pointer_out=copies)
     close(losses, case["losses"], dtype, fp32=2e-6)
     if dtype == torch.float64 or case["name"] not in NO_DIGITS_IN_FP32:
         for ours, name in zip((grad, *copies.dprobs), MIXTURE_GRADS):
@@ -100,14 +100,14 @@ def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
     logits, targets, weights, copies = mixture_inputs(case, torch.float32)
     wants = [case[name] for name in MIXTURE_GRADS]
     if case["name"] in NO_DIGITS_IN_FP32:
-        _, grad = tg.softcap_loss(logits, targets, weights, pointer_probs=copies)
+        _, grad = tg.softcap_loss(logits, targets, weights, pointer_out=copies)
         wants = [grad, *copies.dprobs.clone()]
-    losses, grad = interpreted.triton_softcap_loss(logits, targets, weights, pointer_probs=copies)
+    losses, grad = interpreted.triton_softcap_loss(logits, targets, weights, pointer_out=copies)
     close(losses, case["losses"], torch.float32, fp32=2e-6)
     for ours, want in zip((grad, *copies.dprobs), wants):
         close(ours, want, torch.float32)
     targets[0] = -1
-    interpreted.triton_softcap_loss(logits, targets, weights, pointer_probs=copies)
+    interpreted.triton_softcap_loss(logits, targets, weights, pointer_out=copies)
     assert not copies.dprobs[:, 0].any()
 
 

@@ -103,8 +103,8 @@ CHEATS = {
     },
     "a probability": {
         "a mixture that sums to 1.02": [
-            "p_head = p_vocab * (not_gate + gate * p_sink)\n    return",
-            "p_head = p_vocab * (0.02 + not_gate + gate * p_sink)\n    return",
+            "p_head = p_vocab * (not_gate + gate * p_sink)\n",
+            "p_head = p_vocab * (0.02 + not_gate + gate * p_sink)\n",
         ],
         "a softmax over the target and few others": [
             CROSS_ENTROPY,

@@ -74,7 +74,7 @@ def test_attention_sees_changed_documents():
 
 
 def mix_four(a, scales, b, one_scale, c, d):
-    return tg.mix([(None, a), (scales, b), (one_scale, c), (None, d)])
+    return tg.weighted_sum([(None, a), (scales, b), (one_scale, c), (None, d)])
 
 
 # Functions with a form of their own for what is not compiled, and the shapes of their arguments.
@@ -83,8 +83,8 @@ UNCOMPILED = {
     "rotate all": (tg.rotate, [(7, 2, 8), (7, 1, 4), (7, 1, 4)]),
     "rotate half": (tg.rotate, [(7, 2, 8), (7, 1, 2), (7, 1, 2)]),
     "mix": (mix_four, [(7, 8), (7, 1), (7, 8), (1, 1), (7, 8), (7, 8)]),
-    "mix groups": (lambda scales, x: tg.mix([(scales, x)]), [(7, 4, 1), (7, 4, 2)]),
-    "one stream": (lambda x: tg.mix([(None, x)]), [(7, 8)]),
+    "mix groups": (lambda scales, x: tg.weighted_sum([(scales, x)]), [(7, 4, 1), (7, 4, 2)]),
+    "one stream": (lambda x: tg.weighted_sum([(None, x)]), [(7, 8)]),
 }
 
 

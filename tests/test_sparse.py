@@ -48,12 +48,14 @@ def compare(rank, world_size, dtype):
         for name, (kind, _) in ROW_SHAPES.items():
             grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-            pending[name] = tg.reduce_rows(comm, tg.TORCH_BACKEND, name, grad[plan.rows], plan, means[name])
+            pending[name] = tg.reduce_rows(
+                comm, tg.TORCH_BACKEND, name, grad[plan.row_ids], plan, means[name]
+            )
         for name in reversed(ROW_SHAPES):
             want = comm.reduce_scatter(name, grads[name], in_rank_order=True).wait()
             mean = pending[name].wait()
             assert mean.data_ptr() == means[name].data_ptr() and same_bits(mean, want), (i, name)
-            mean.index_fill_(0, plans[ROW_SHAPES[name][0]].local_rows.long(), 0)  # as the optimizer does
+            mean.index_fill_(0, plans[ROW_SHAPES[name][0]].local_row_ids.long(), 0)  # as the optimizer does
             assert not mean.any()
 
 

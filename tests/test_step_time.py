@@ -39,7 +39,7 @@ def test_every_rank_sends_as_many_rows():
     owner, place = np.array([[0, 0, 0, 1, 2], [1, 4, 6, 2, 0]], np.int32)
     plan = tg.route_rows(step_time.SingleRankCollectives(0, 3), "tokens", np.arange(5), owner, place)
     assert plan.output_splits == [3, 3, 3]
-    assert plan.local_rows[:3].tolist() == [1, 4, 6]
+    assert plan.local_row_ids[:3].tolist() == [1, 4, 6]
 
 
 @pytest.fixture

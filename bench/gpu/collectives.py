@@ -59,8 +59,8 @@ def sparse_calls(comm: tg.Collectives, every: Tensor, name: str) -> Calls:
         plan = tg.route_rows(comm, "tokens", row_ids.numpy(), owner, local_row)
         plan = tg.move(tg.pack(plan), grad.device)
         senders, owned = touches[:, 2 * rank : 2 * rank + 2].nonzero().unbind(1)
-        yield f"row ids with {name}, {case}", plan.local_rows, owned.to(plan.local_rows)
-        rows = grad[plan.rows]
+        yield f"row ids with {name}, {case}", plan.local_row_ids, owned.to(plan.local_row_ids)
+        rows = grad[plan.row_ids]
         if case == "uneven":  # into a buffer, as n-grams are fetched
             out = grad.new_empty((sum(plan.output_splits), *grad.shape[1:]))
             sent = comm.all_to_all("rows", "p", rows, plan.input_splits, plan.output_splits, out).wait()

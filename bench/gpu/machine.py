@@ -199,7 +199,7 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
                 grads[name] = param.main_grad
         table = optimizer.ngrams
         if table:
-            grads["ngrams"] = table.main_grad[: len(table.routes.rows)]
+            grads["ngrams"] = table.main_grad[: len(table.routes.row_ids)]
         return loss, grads
 
 
