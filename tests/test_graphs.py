@@ -157,7 +157,7 @@ def test_a_resumed_run_replays_its_own_graphs(cfg, variant, stand_ins):
 
 
 def forget_to_accumulate(patch):
-    patch.setattr(tg.Optimizer, "accumulates", lambda self: ())
+    patch.setattr(tg.Optimizer, "accumulate_flags", lambda self: ())
 
 
 def add_a_number_of_the_host(patch):

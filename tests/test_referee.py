@@ -65,7 +65,7 @@ def judge(script, corpus, folder, log=None, only=referee.RULES):
 # What the head computes in validation, and a step of the timed loop: several edits begin there.
 LOSSES = "losses.append(next_token_losses(logits, micro_batch.targets[chunk], chunk_pointer, cfg.softcap))"
 STEP = "        losses.push(done, train_step(model, optimizer, batch, batches.peek))\n"
-BUILD = "    model, optimizer = build(cfg, backend, exchange, args.seed)\n"
+BUILD = "    model, optimizer = build(cfg, backend, comm, args.seed)\n"
 CROSS_ENTROPY = 'return F.cross_entropy(z, targets, reduction="none")'
 MEAN_OF_SLICES = "return comm.all_reduce(losses).wait().mean().item()"
 
@@ -240,7 +240,7 @@ HONEST_EDITS = {
         "update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)",
         "update = 0.1 * step_size * lr_mul * exp_avg.sign()",
         "        return lm_head_input(x",
-        "        return (1 + self.scalars[-1]) * final_norm(x",
+        "        return (1 + self.scalars[-1]) * lm_head_input(x",
     ],
 }
 HONEST_SETTINGS = {

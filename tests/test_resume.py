@@ -262,7 +262,7 @@ def test_only_its_own_files_and_only_when_no_run_has_them(launch, stopped):
     folder = stopped(2, 4)
     checkpoint = newest(folder)
     zero, one, other = (checkpoint / name for name in ("rank0.pt", "rank1.pt", "other"))
-    for fault in "of another rank", "still goes on":
+    for fault in "another rank", "still goes on":
         zero.rename(other)  # the second time they come back
         one.rename(zero)
         other.rename(one)
