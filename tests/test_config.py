@@ -56,21 +56,6 @@ def test_presets_are_valid_and_survive_json(preset):
         assert config_from_dict(json.loads(tg.config_json(written))) == written
 
 
-@pytest.mark.pinned("the table of a preset's layers")
-@pytest.mark.parametrize("preset", tg.PRESETS)
-def test_presets_have_all_layers_of_the_record(preset):
-    for layer, role in zip(tg.PRESETS[preset].layers, tg.LAYERS, strict=True):
-        left_out = {"xsa": False, "value": False}  # in some presets, in some layers
-        assert replace(layer, **left_out) == replace(role, **left_out)
-
-
-def test_a_config_with_other_fields_is_an_error():
-    """(test_evals.py has a missing one.)"""
-    values = json.loads(tg.config_json(tg.CPU))
-    with pytest.raises(KeyError, match="lr_mul"):
-        config_from_dict(values | {"lr_mul": 1})
-
-
 # ---- shapes ------------------------------------------------------------------------------------------------
 
 

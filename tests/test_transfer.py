@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import scipy.stats
 
 import transfer
 
@@ -37,10 +35,3 @@ def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
 def test_the_page_has_the_tables():
     page = Path(transfer.HERE.parent, "docs", "transfer.md").read_text()
     assert transfer.report(transfer.all_effects()) in page
-
-
-def test_rank_correlation_is_scipys():
-    rng = np.random.default_rng(0)
-    x, y = rng.integers(5, size=(2, 20, 7))  # with ties
-    found = transfer.rank_correlation(x, y)
-    assert found == pytest.approx([scipy.stats.spearmanr(*pair).statistic for pair in zip(x, y)])
