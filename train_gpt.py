@@ -1344,6 +1344,13 @@ def num_microbatches(cfg: Config, world_size: int) -> int:
     return max(cfg.microbatches, world_size)
 
 
+def loss_share(cfg: Config, world_size: int) -> float:
+    """Returns 1 / the number of a rank's micro-batches: a factor of their loss weights, so of all gradients,
+    and so of the scales of gradients in FP8.
+    """
+    return world_size / num_microbatches(cfg, world_size)
+
+
 def warmup_ranges(cfg: Config) -> list[range]:
     """Returns ranges of steps for the warm-up, which together have every kind of step.
 
@@ -1564,7 +1571,6 @@ def train_step(
     `next_batch()` returns the next batch, or None; its n-grams are fetched once their table is updated.
     """
     plan = batch.plan
-    count = len(batch.micro_batches)
     model.use_rotary(plan.stage)
     optimizer.ensure_batch(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
@@ -1584,7 +1590,6 @@ def train_step(
             micro_batch=micro_batch,
             windows=plan.windows,
             with_prefix=plan.prefix > 0,
-            loss_share=1 / count,
             fp8_weights=fp8_weights,
         )
         for param in optimizer.params.values():
@@ -1607,15 +1612,13 @@ def forward_backward(
     micro_batch: MicroBatch,
     windows: dict[str, int],
     with_prefix: bool,
-    loss_share: float,
     fp8_weights: FP8MLP | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Runs a micro-batch's forward and backward, which gives gradients to optimizer.params.
 
-    with_prefix: the last of the micro-batch's loss weights is that of prefixes. loss_share: 1 / the number of
-    this rank's micro-batches, a factor of all these weights. Returns the weighted sum of losses, 0-d, and by
-    table the gradients (T, ...) of what tokens have looked up. What changes on the host must be an argument,
-    or CUDAGraphs would replay what it was.
+    with_prefix: the last of the micro-batch's loss weights is that of prefixes. Returns the weighted sum of
+    losses, 0-d, and by table the gradients (T, ...) of what tokens have looked up. What changes on the host
+    must be an argument, or CUDAGraphs would replay what it was.
     """
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
@@ -1630,7 +1633,6 @@ def forward_backward(
         targets,
         micro_batch.loss_weights,
         optimizer.params["lm_head"],
-        loss_share=loss_share,
         sampled_columns=micro_batch.sampled_columns,
         pointer_out=pointer_out,
     )
@@ -1941,6 +1943,7 @@ class GPT(nn.Module):
         # last one of its size, so micro-batches of equal shapes have equal addresses, which CUDA graphs need.
         self.micro_batch_buffer = cache(torch.empty)
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
+        self.loss_share = loss_share(cfg, world_size)
         self.gate_table = gate_table(cfg)
         self.small_mlp_biases = small_mlp_biases(cfg)
         self.lm_head_streams = list(lm_head_stream_biases(cfg))
@@ -2345,7 +2348,6 @@ class GPT(nn.Module):
         targets: Tensor,
         loss_weights: Tensor,
         head: LMHead,
-        loss_share: float,
         sampled_columns: Tensor | None = None,
         pointer_out: PointerOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -2354,8 +2356,7 @@ class GPT(nn.Module):
             logits = x @ lm_head;  dx = dlogits @ lm_head.T;  lm_head's gradient += x.T @ dlogits
 
         x (T, d); targets (T, K) int64; loss_weights (K,). Memory holds one chunk's logits and their gradient
-        at a time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share`, 1 / this
-        rank's micro-batches, is in `loss_weights` already: FP8 gradients are scaled with it, too.
+        at a time. lm_head's gradient is added to `head`, and rounded once per chunk.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
@@ -2376,7 +2377,7 @@ class GPT(nn.Module):
         fp8 = self.backend.fp8
         fp8_scale = 0.0  # of dlogits
         if fp8:  # with fixed scales, and second factors of products column-major
-            fp8_scale = FP8_DLOGITS_SCALE * loss_share
+            fp8_scale = FP8_DLOGITS_SCALE * self.loss_share
             x_scale = device_scalar(FP8_HEAD_X_SCALE, x.device)
             w_scale = device_scalar(FP8_HEAD_W_SCALE, x.device)
             dlogits_scale = device_scalar(fp8_scale, x.device)
@@ -3002,7 +3003,7 @@ E5M2_MAX = 57344.0  # more range: gradients
 
 # The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
 # number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
-# gradients have the scale FP8_DLOGITS_SCALE times loss_share, a factor of the losses.
+# gradients have the scale FP8_DLOGITS_SCALE times loss_share().
 FP8_HEAD_X_SCALE = 100 / E4M3_MAX
 FP8_HEAD_W_SCALE = 2 / E4M3_MAX
 FP8_DLOGITS_SCALE = 0.75 / 8 / E4M3_MAX  # as record 92 has it, though the gradients are e5m2
@@ -3168,8 +3169,8 @@ def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_a
 class FP8MLPState:
     """The MLPs' weights in FP8 and their scales, from step to step, at fixed addresses.
 
-    Losses are divided by a rank's micro-batches, so the scales of gradients are too: codes are the same for
-    any number of ranks.
+    The scales of gradients are proportional to loss_share(), as losses are: codes are the same for any number
+    of ranks.
     """
 
     def __init__(self, cfg: Config, world_size: int, device: torch.device):
@@ -3177,7 +3178,7 @@ class FP8MLPState:
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
         # FP8MLP.weights and .weights_T of every MLP
         self.weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
-        dy_scale = FP8_MLP_DY_SCALE * world_size / num_microbatches(cfg, world_size)
+        dy_scale = FP8_MLP_DY_SCALE * loss_share(cfg, world_size)
         scales = torch.ones(3, 2, device=device)  # all but those of h and dy follow maxima later
         scales[FP8_SCALE_PLACES["h"]] = FP8_MLP_H_SCALE
         scales[FP8_SCALE_PLACES["dy"]] = dy_scale
@@ -3439,7 +3440,7 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 # in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of
 # mix_with_pointer() and mix_with_pointer_grad(). To add a term of training alone, such as a z-loss, edit
 # softcap_loss, with and without the pointer, and its kernel. Multiply it by loss_weights[0], which contains
-# loss_share.
+# loss_share().
 # ============================================================================================================
 
 

@@ -244,10 +244,10 @@ def fp8_buffers(bank):
     return [torch.empty(shape, dtype=torch.float8_e4m3fn, device=bank.device) for shape in shapes]
 
 
-def head_model(w, chunk, backend=tg.TORCH_BACKEND):
+def head_model(w, chunk, backend=tg.TORCH_BACKEND, loss_share=1.0):
     """Returns what head_loss_and_grad needs of a model whose head is w (d, V)."""
     cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=w.size(1))
-    return SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
+    return SimpleNamespace(cfg=cfg, lm_head=w, backend=backend, loss_share=loss_share)
 
 
 def head_of(w):
@@ -261,7 +261,7 @@ def backward(model, batch, plan):
     x = model.forward(looked_up, batch, plan.windows)
     head = head_of(model.lm_head)
     targets = targets_of(model, batch, plan)
-    _, dx = model.head_loss_and_grad(x, targets, loss_weights(plan, model), head, 1.0)
+    _, dx = model.head_loss_and_grad(x, targets, loss_weights(plan, model), head)
     x.backward(dx)
     model.lm_head.grad = head.main_grad
     return looked_up

@@ -137,7 +137,7 @@ def test_head():
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
     model = head_model(w, n, backend)
     head = head_of(w)
-    loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0)
+    loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head)
     ((apart, losses, dlogits8),) = seen
     assert codes(tg.to_fp8(w, tg.FP8_HEAD_W_SCALE, torch.float8_e4m3fn)) == golden["w8"]
     assert apart.max() <= 1 and (apart > 0).sum() < 8

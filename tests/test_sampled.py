@@ -77,7 +77,7 @@ def run_head(x, w, targets, weights, sets):
     head = head_of(w)
     head.main_grad.fill_(math.nan)  # to be overwritten
     for candidates in sets:
-        loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, candidates)
+        loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, candidates)
     return loss, dx, head.main_grad
 
 
@@ -136,7 +136,7 @@ def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     candidates = torch.arange(0, 4096, 64, dtype=torch.int32)
     head = head_of(w)
     model = head_model(w, 1, tg.TORCH_BACKEND._replace(fp8=fp8))
-    inputs = model, x, targets, torch.ones(1), head, 1.0, candidates
+    inputs = model, x, targets, torch.ones(1), head, candidates
     tg.GPT.head_loss_and_grad(*inputs)
     with TensorRecorder() as recorder:
         tg.GPT.head_loss_and_grad(*inputs)
