@@ -1574,9 +1574,9 @@ def train_step(
     model.use_rotary(plan.stage)
     optimizer.ensure_batch(batch)
     optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
-    fp8_weights = None
-    if model.fp8_mlps:
-        fp8_weights = model.fp8_mlps.begin_step(model.mlp_bank, plan.fp8_exact)
+    fp8_operands = None
+    if model.fp8_state:
+        fp8_operands = model.fp8_state.begin_step(model.mlp_bank, plan.fp8_exact)
 
     losses = []
     for micro_batch in batch.micro_batches:
@@ -1590,7 +1590,7 @@ def train_step(
             micro_batch=micro_batch,
             windows=plan.windows,
             with_prefix=plan.prefix > 0,
-            fp8_weights=fp8_weights,
+            fp8_operands=fp8_operands,
         )
         for param in optimizer.params.values():
             param.end_backward()  # banks and lm_head add from here on; tables always add
@@ -1598,11 +1598,11 @@ def train_step(
         # Only the logged loss is a mean over tokens; gradients are of the sum.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
-    if model.fp8_mlps:
-        pending_amax = optimizer.comm.all_reduce(model.fp8_mlps.amax, dist.ReduceOp.MAX)
+    if model.fp8_state:
+        pending_amax = optimizer.comm.all_reduce(model.fp8_state.amax, dist.ReduceOp.MAX)
     optimizer.step(plan, next_batch)
-    if model.fp8_mlps:
-        model.fp8_mlps.end_step(pending_amax.wait())
+    if model.fp8_state:
+        model.fp8_state.end_step(pending_amax.wait())
     return sum(losses[1:], losses[0])
 
 
@@ -1612,7 +1612,7 @@ def forward_backward(
     micro_batch: MicroBatch,
     windows: dict[str, int],
     with_prefix: bool,
-    fp8_weights: FP8MLP | None,
+    fp8_operands: FP8Operands | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Runs a micro-batch's forward and backward, which gives gradients to optimizer.params.
 
@@ -1622,7 +1622,7 @@ def forward_backward(
     """
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
-    x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_weights)  # (T, d)
+    x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_operands)  # (T, d)
     prefixes = model.longest_prefix if with_prefix else None
     targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
     pointer_out = model.run_pointer(x, micro_batch, model.cfg.pointer_window)
@@ -1900,17 +1900,17 @@ class RotaryFamily(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    fc: BankWeight  # (F, d)
-    proj: BankWeight  # (F, d)
-    fp8: FP8MLP | None  # both in FP8, if the MLP runs in FP8
+    fc: BankMatrix  # (F, d)
+    proj: BankMatrix  # (F, d)
+    fp8: FP8Operands | None  # both in FP8, if the MLP runs in FP8
 
 
 class LayerWeights(NamedTuple):
     """What one layer computes with. None: the layer does not use it."""
 
-    qk: BankWeight | None  # (2 H Dq, d): queries and keys
-    v: BankWeight | None  # (H Dv, d)
-    out: BankWeight | None  # (d, H Dv)
+    qk: BankMatrix | None  # (2 H Dq, d): queries and keys
+    v: BankMatrix | None  # (H Dv, d)
+    out: BankMatrix | None  # (d, H Dv)
     # (T, d), added to the values: the tokens' value embeddings, or what mudd_connections() makes of them
     value_embed: Tensor | None
     ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
@@ -1949,9 +1949,9 @@ class GPT(nn.Module):
         self.lm_head_streams = list(lm_head_stream_biases(cfg))
         self.register_parameters(world_size)
         self.register_constants()
-        self.fp8_mlps = None
+        self.fp8_state = None
         if self.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in self.bank_names:
-            self.fp8_mlps = FP8MLPState(cfg, world_size, self.device)
+            self.fp8_state = FP8State(cfg, world_size, self.device)
         self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
             self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
@@ -2050,19 +2050,19 @@ class GPT(nn.Module):
         looked_up: dict[str, Tensor],
         micro_batch: MicroBatch,
         windows: dict[str, int],
-        banks: dict[str, BankWeight] | None = None,
-        fp8_weights: FP8MLP | None = None,
+        banks: dict[str, Bank] | None = None,
+        fp8_operands: FP8Operands | None = None,
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
         windows: tokens, by name. banks: Optimizer.banks(). Without it, outside of training steps, the banks'
-        gradients are autograd's. With `fp8_weights`, the result of FP8MLPState.begin_step, MLPs are in
+        gradients are autograd's. With `fp8_operands`, the result of FP8State.begin_step, MLPs are in
         FP8.
         """
         if banks is None:
-            banks = {name: BankWeight(getattr(self, name)) for name in self.bank_names}
+            banks = {name: Bank(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
-        return self.trunk(looked_up, sequence, windows, banks, fp8_weights)
+        return self.trunk(looked_up, sequence, windows, banks, fp8_operands)
 
     # Only dense attention needs a graph for each window. Another size or number that varies by step must be
     # named here, or each of its values compiles anew.
@@ -2072,8 +2072,8 @@ class GPT(nn.Module):
         looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
         windows: dict[str, int],
-        banks: dict[str, BankWeight],
-        fp8_weights: FP8MLP | None,
+        banks: dict[str, Bank],
+        fp8_operands: FP8Operands | None,
     ) -> Tensor:
         """Runs all layers, as forward() says. Compiled, it is one graph, and its backward is another.
 
@@ -2108,7 +2108,7 @@ class GPT(nn.Module):
         for i, value in enumerate(value_embeds):
             streams[f"value {i}"] = value
         for i, (layer, w) in enumerate(
-            zip(cfg.layers, self.layer_weights(banks, value_embeds, fp8_weights, T))
+            zip(cfg.layers, self.layer_weights(banks, value_embeds, fp8_operands, T))
         ):
             if i == cfg.skip_to:
                 x = weighted_sum([(None, x), (torch.sigmoid(skip) * gates["skip", i], streams["skip"])])
@@ -2145,7 +2145,7 @@ class GPT(nn.Module):
         return lm_head_input(x, self.mudd_weights(TO_LM_HEAD, x), lm_head_streams)
 
     def layer_weights(
-        self, banks: dict[str, BankWeight], value_embeds: Sequence[Tensor], fp8_weights: FP8MLP | None, T: int
+        self, banks: dict[str, Bank], value_embeds: Sequence[Tensor], fp8_operands: FP8Operands | None, T: int
     ) -> list[LayerWeights]:
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
@@ -2161,10 +2161,10 @@ class GPT(nn.Module):
             rows = bank.w.size(1)
             if name in ("qk_bank", "narrow_qk_bank"):
                 rows *= cfg.heads
-            matrices[name] = bank.split(rows)
+            matrices[name] = bank.matrices(rows)
         value_tables = iter(value_embeds)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
-        fp8_of_mlps = iter(fp8_weights.split() if fp8_weights else ())
+        fp8_of_mlps = iter(fp8_operands.split() if fp8_operands else ())
         layers = []
         for layer, scalars in zip(cfg.layers, self.layer_scalars(T)):
             qk = v = out = value = ve_gate = None
@@ -2687,23 +2687,31 @@ torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LI
 write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
 
 
-class BankWeight(NamedTuple):
-    """A matrix of a bank; or, until split(), the whole bank, which has one axis more."""
+class Bank(NamedTuple):
+    """A bank, as the model takes it."""
 
-    w: Tensor  # (rows, cols)
-    # This matrix's part of the bank's main_grad; None: autograd has the gradient. For a narrow w,
-    # write_grad() fills a part of it.
-    main_grad: Tensor | None = None
+    w: Tensor  # (n, rows, cols)
+    main_grad: Tensor | None = None  # as w; None: its gradient is autograd's
     accumulate: Tensor | None = None  # DenseParam.accumulate
 
-    def split(self, rows: int) -> Iterator[BankWeight]:
-        """Returns a bank's matrices, of so many rows each, in their order."""
+    def matrices(self, rows: int) -> Iterator[BankMatrix]:
+        """Returns the bank's matrices, of so many rows each, in their order."""
         # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
         # gradient as large as the bank.
-        parts = self.w.flatten(0, -2).split(rows)
+        parts = self.w.flatten(0, 1).split(rows)
         whole = self.main_grad
-        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
-        return map(partial(BankWeight, accumulate=self.accumulate), parts, main_grads)
+        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, 1).split(rows)
+        return map(partial(BankMatrix, accumulate=self.accumulate), parts, main_grads)
+
+
+class BankMatrix(NamedTuple):
+    """A matrix of a bank."""
+
+    w: Tensor  # (rows, cols)
+    # Its part of the bank's main_grad; None: autograd has the gradient. For a narrow w, write_grad() fills a
+    # part of it.
+    main_grad: Tensor | None = None
+    accumulate: Tensor | None = None
 
     def deliver_grad(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
@@ -2715,7 +2723,7 @@ class BankWeight(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """Computes linear(). The matrix w is an argument beside its BankWeight: autograd sees only tensors."""
+    """Computes linear(). The matrix w is an argument beside its BankMatrix: autograd sees only tensors."""
 
     @staticmethod
     def forward(ctx, x, weight, w, transposed):
@@ -2731,7 +2739,7 @@ class Linear(torch.autograd.Function):
         return dy @ w, None, ctx.weight.deliver_grad(dy, x), None
 
 
-def linear(x: Tensor, weight: BankWeight, transposed: bool = False) -> Tensor:
+def linear(x: Tensor, weight: BankMatrix, transposed: bool = False) -> Tensor:
     """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank; transposed: x w, for x (T, rows), as
     relu_square() says of other activations."""
     return Linear.apply(x, weight, weight.w, transposed)
@@ -3020,7 +3028,7 @@ FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, outgrow FP8_
 FP8_MIN_AMAX = 1e-12  # the least maximum of weights; below it square and da keep their old scales
 
 
-# Where FP8MLP.scales has the scale of each tensor: a row for the input, the weight and the result of
+# Where FP8Operands.scales has the scale of each tensor: a row for the input, the weight and the result of
 # relu_square_fp8, a column for the forward and one for the backward.
 INPUT, WEIGHT, RESULT = 0, 1, 2
 FP8_SCALE_PLACES = {
@@ -3031,13 +3039,13 @@ FP8_SCALE_PLACES = {
     "square": (RESULT, 0),
     "da": (RESULT, 1),
 }
-# For kernels: where these rows of FP8MLP.scales begin, in steps of SCALE_STEP. A row has two scales.
+# For kernels: where these rows of FP8Operands.scales begin, in steps of SCALE_STEP. A row has two scales.
 WEIGHT_ROW_AT = tl.constexpr(2 * WEIGHT)
 RESULT_ROW_AT = tl.constexpr(2 * RESULT)
 
 
-class FP8MLP(NamedTuple):
-    """An MLP's operands in FP8: weights, scales, maxima. FP8MLPState.begin_step() returns all MLPs' stacked,
+class FP8Operands(NamedTuple):
+    """An MLP's operands in FP8: weights, scales, maxima. FP8State.begin_step() returns all MLPs' stacked,
     and split() takes them apart.
 
     square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
@@ -3050,13 +3058,13 @@ class FP8MLP(NamedTuple):
     amax: Tensor
     i: int = 0  # which MLP this is
 
-    def split(self) -> Iterator[FP8MLP]:
+    def split(self) -> Iterator[FP8Operands]:
         """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor loses a view's offset
         if a Triton kernel writes through the view.
         """
         parts = zip(self.weights, self.weights_T, self.scales)
         for i, (weights, weights_T, scales) in enumerate(parts):
-            yield FP8MLP(weights, weights_T, scales, self.amax, i)
+            yield FP8Operands(weights, weights_T, scales, self.amax, i)
 
     def scale(self, name: str) -> Tensor:
         """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
@@ -3151,7 +3159,7 @@ def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_amax: Tensor) -> None:
     """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
 
-    Writes FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
+    Writes FP8Operands.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
     `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2),
     with room for growth. Where previous_amax is 0, the scale is exact, rounded to the bank's dtype (compiled
     code may skip that rounding). This step's maxima then replace previous_amax.
@@ -3166,7 +3174,7 @@ def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_a
     torch._foreach_copy_(out, cast_and_transpose(weights, scale, torch.float8_e4m3fn))
 
 
-class FP8MLPState:
+class FP8State:
     """The MLPs' weights in FP8 and their scales, from step to step, at fixed addresses.
 
     The scales of gradients are proportional to loss_share(), as losses are: codes are the same for any number
@@ -3176,7 +3184,7 @@ class FP8MLPState:
     def __init__(self, cfg: Config, world_size: int, device: torch.device):
         mlps = sum(layer.mlps for layer in cfg.layers)
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
-        # FP8MLP.weights and .weights_T of every MLP
+        # FP8Operands.weights and .weights_T of every MLP
         self.weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
         dy_scale = FP8_MLP_DY_SCALE * loss_share(cfg, world_size)
         scales = torch.ones(3, 2, device=device)  # all but those of h and dy follow maxima later
@@ -3185,14 +3193,14 @@ class FP8MLPState:
         scales[FP8_SCALE_PLACES["da"]] = dy_scale
         # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
         scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
-        self.scales = scales[:, :, :, :1]  # FP8MLP.scales of every MLP
-        self.amax = torch.zeros(mlps, 2, device=device)  # FP8MLP.amax
+        self.scales = scales[:, :, :, :1]  # FP8Operands.scales of every MLP
+        self.amax = torch.zeros(mlps, 2, device=device)  # FP8Operands.amax
         self.weight_amax = torch.zeros(mlps, 2, device=device)  # of fc and proj, in the step before
         per_amax = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]  # of square and da
         self.scale_per_amax = torch.tensor(per_amax, device=device)
 
     @torch.no_grad()
-    def begin_step(self, bank: Tensor, exact: bool) -> FP8MLP:
+    def begin_step(self, bank: Tensor, exact: bool) -> FP8Operands:
         """Converts mlp_bank to FP8, for all forwards of a step. Returns the MLPs stacked, in the same memory
         at every step.
 
@@ -3202,7 +3210,7 @@ class FP8MLPState:
             self.weight_amax.zero_()
         convert_mlp_bank(self.weights, bank[: 2 * len(self.amax)], self.scales, self.weight_amax)
         weights, weights_T = self.weights
-        return FP8MLP(weights, weights_T, self.scales, self.amax.zero_())
+        return FP8Operands(weights, weights_T, self.scales, self.amax.zero_())
 
     def end_step(self, amax: Tensor) -> None:
         """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2).
@@ -3299,7 +3307,7 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     return (2 * dy @ proj.T).mul_(root)
 
 
-def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def relu_square_fp8(a8: Tensor, mlp: FP8Operands, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Computes, without square8, the forward: a8 is h (T, d) in e4m3; returns `square` in e4m3. With it, the
     backward: a8 is dy (T, d) in e5m2; returns da in e5m2. Both are (T, F), with the transpose (F, T).
 
@@ -3346,7 +3354,7 @@ def relu_square_kernel(
 
     GROUP rows of tiles share operands in the L2 cache.
     FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
-    scales: FP8MLP.scales. The columns, forward and backward, lie SCALE_STEP apart, rows twice that.
+    scales: FP8Operands.scales. The columns, forward and backward, lie SCALE_STEP apart, rows twice that.
     """
     i, j = tl.program_id(1), tl.program_id(0)
     i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -3423,7 +3431,9 @@ def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     return out
 
 
-def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def triton_relu_square_fp8(
+    a8: Tensor, mlp: FP8Operands, square8: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     backward = int(square8 is not None)
     w8 = mlp.weights[backward]
     out = a8.new_empty(len(a8), len(w8))
@@ -4159,7 +4169,7 @@ class Collectives:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       LMHead.add_product, BankWeight's            Optimizer.add_rows
+#    backward       LMHead.add_product, BankMatrix's            Optimizer.add_rows
 #                   deliver_grad, autograd of small ones; then
 #                   end_backward; then add_rows of embeddings
 #    scatter        scatter: the mean over ranks begins         scatter
@@ -4230,9 +4240,9 @@ class Optimizer:
             table = self.trainables[name]
             self.backend.segment_sum_rows(table.main_grad, grads, segments[table.rows_by], signs)
 
-    def banks(self) -> dict[str, BankWeight]:
+    def banks(self) -> dict[str, Bank]:
         """Returns the banks, by name, as matrix products take them."""
-        return {name: param.weight() for name, param in self.params.items() if param.spec.kind == "bank"}
+        return {name: param.bank() for name, param in self.params.items() if param.spec.kind == "bank"}
 
     def accumulate_flags(self) -> tuple[bool, ...]:
         """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there.
@@ -4521,10 +4531,10 @@ class DenseParam(ShardedParam):
         self.p.requires_grad_(by_autograd)
         self.accumulate = torch.tensor(False)
 
-    def weight(self) -> BankWeight:
-        """Returns the parameter as matrix products take it."""
+    def bank(self) -> Bank:
+        """Returns the bank, as the model takes it."""
         w = self.p if self.main_grad is None else self.p.detach()
-        return BankWeight(w, self.main_grad, self.accumulate)
+        return Bank(w, self.main_grad, self.accumulate)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward: what follows is added to its gradient."""
@@ -6599,8 +6609,8 @@ def live_state(model: GPT, optimizer: Optimizer) -> dict:
     """
     optimizer.wait()
     others = {"signs": model.signs}
-    if model.fp8_mlps:
-        others |= {"fp8_scales": model.fp8_mlps.scales, "weight_amax": model.fp8_mlps.weight_amax}
+    if model.fp8_state:
+        others |= {"fp8_scales": model.fp8_state.scales, "weight_amax": model.fp8_state.weight_amax}
     params = {name: param.state_dict() for name, param in optimizer.params.items()}
     return {"params": params, "others": others}
 

@@ -99,16 +99,16 @@ def test_codes_do_not_depend_on_the_number_of_ranks(workers, cfg):
 
 def test_a_maximum_of_0_or_nan_leaves_a_scale(cfg):
     _, model, _ = build(0, 1, cfg, backend=FP8)
-    before = model.fp8_mlps.scales.clone()
+    before = model.fp8_state.scales.clone()
     for maximum in 0, torch.nan:
-        model.fp8_mlps.end_step(torch.full_like(model.fp8_mlps.amax, maximum))
-        assert torch.equal(model.fp8_mlps.scales, before)
+        model.fp8_state.end_step(torch.full_like(model.fp8_state.amax, maximum))
+        assert torch.equal(model.fp8_state.scales, before)
 
 
 def test_weights_and_their_transposes_have_memory_of_their_own(cfg):
     """As wide as the model, the MLPs' transposes have the shapes of their weights."""
     _, model, _ = build(0, 1, replace(cfg, mlp_dim=cfg.dim), backend=FP8)
-    mlps = model.fp8_mlps.begin_step(model.mlp_bank, exact=True)
+    mlps = model.fp8_state.begin_step(model.mlp_bank, exact=True)
     assert mlps.weights.float().any()
     assert torch.equal(mlps.weights_T.float(), mlps.weights.float().mT)
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_holds_the_scales(cfg):
     state = tg.training_state(model, optimizer)
     _, other, other_optimizer = build(0, 1, cfg, seed=5, backend=FP8)
     tg.restore(state, other, other_optimizer)
-    saved, restored = model.fp8_mlps, other.fp8_mlps
+    saved, restored = model.fp8_state, other.fp8_state
     assert torch.equal(saved.scales, restored.scales) and (restored.scales[:, 2, 0] != 1).all()
     assert torch.equal(saved.weight_amax, restored.weight_amax) and restored.weight_amax.all()
 
@@ -131,7 +131,7 @@ def test_the_warm_up_leaves_no_scales(cfg):
     before = tg.training_state(model, optimizer)
     tg.warm_up(training_of(model, optimizer, comm))
     assert same_bits(before, tg.training_state(model, optimizer))
-    assert (model.fp8_mlps.scales[:, 2, 0] == 1).all() and not model.fp8_mlps.weight_amax.any()
+    assert (model.fp8_state.scales[:, 2, 0] == 1).all() and not model.fp8_state.weight_amax.any()
 
 
 @pytest.mark.numeric

@@ -44,7 +44,7 @@ def fp8_model(world_size=WORLD):
 
 
 def fp8_layers(model, step):
-    return [*model.fp8_mlps.begin_step(model.mlp_bank, step < tg.FP8_EXACT_STEPS).split()]
+    return [*model.fp8_state.begin_step(model.mlp_bank, step < tg.FP8_EXACT_STEPS).split()]
 
 
 def kept(scales):
@@ -63,18 +63,18 @@ def test_fp8_scales_of_steps():
         act_scales, proj_scales = zip(*[(mlp.scales[2, 0].item(), mlp.scales[1, 1].item()) for mlp in layers])
         assert [*act_scales[:3]] == kept(golden["act_scale_used"][:3]), step
         assert [*proj_scales[:3]] == np.float32(golden["proj_scale_used"][:3]).tolist(), step
-        assert not model.fp8_mlps.amax.any()
+        assert not model.fp8_state.amax.any()
         for layer, amax in zip(layers, golden["amax_p"]):
             layer.amax[layer.i, 0] = amax
-        model.fp8_mlps.end_step(model.fp8_mlps.amax)
-        found = model.fp8_mlps.scales[:3, 2, 0].flatten().tolist()
+        model.fp8_state.end_step(model.fp8_state.amax)
+        found = model.fp8_state.scales[:3, 2, 0].flatten().tolist()
         assert found == kept(golden["act_scale_after"][:3]), step
         for i in range(3):
             proj = fill((768, 192), 700 + i, sequences["a_after_step"][str(i)][step])
             model.mlp_bank.data[2 * i + 1] = proj.bfloat16()
             assert model.mlp_bank[2 * i + 1].abs().max().item() == golden["amax_proj_after"][i]
         layers = fp8_layers(model, step + 1)
-        found = (model.fp8_mlps.weight_amax[:3, 1] * (1.12 / 448)).tolist()
+        found = (model.fp8_state.weight_amax[:3, 1] * (1.12 / 448)).tolist()
         assert found == np.float32(golden["proj_next_after"][:3]).tolist(), step
         for i, count in enumerate(golden["entries_beyond_448"][:3]):
             units = model.mlp_bank[2 * i + 1].float() / layers[i].scales[1, 1]

@@ -67,14 +67,14 @@ def mlps():
         tg.convert_mlp_bank(out, bank, scales, before)
         used = scales.clone()
         used[:, 1, 1] *= golden["p"]
-        mlp = tg.FP8MLP(weights[0], transposed[0], used[0], amax.zero_()[0])
+        mlp = tg.FP8Operands(weights[0], transposed[0], used[0], amax.zero_()[0])
         for t in (h, fc, proj):
             t.requires_grad_()
-        y = tg.MLP.apply(h, (tg.BankWeight(fc), tg.BankWeight(proj)), fc, proj, tg.TORCH_BACKEND, mlp)
+        y = tg.MLP.apply(h, (tg.BankMatrix(fc), tg.BankMatrix(proj)), fc, proj, tg.TORCH_BACKEND, mlp)
         y.backward(dy)
         results = {"y": y.detach(), "dproj": proj.grad, "dfc": fc.grad, "dh": h.grad}
         steps.append((mlp._replace(amax=amax[0].clone()), scales[0].clone(), (h, fc, proj, dy), results))
-        tg.FP8MLPState.end_step(state, amax)
+        tg.FP8State.end_step(state, amax)
     return steps
 
 

@@ -175,7 +175,7 @@ def fp8_case(T, d, width, backward):
     square = (h @ bank[0].T).relu().square()
     da = 2 * square.sqrt() * (dy @ bank[1].T)
     scales[2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])
-    mlp = tg.FP8MLP(weights[0], transposed[0], scales, torch.full((3, 2), 1e-9), 1)
+    mlp = tg.FP8Operands(weights[0], transposed[0], scales, torch.full((3, 2), 1e-9), 1)
     if not backward:
         return tg.to_fp8(h, scales[0, 0], torch.float8_e4m3fn), mlp, None
     square8 = tg.to_fp8(square, scales[2, 0], torch.float8_e4m3fn)

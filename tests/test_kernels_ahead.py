@@ -72,7 +72,7 @@ def kernel_cases():
     x8 = meta(T - 1, d, dtype=e4m3)
     dy8 = meta(T - 1, d, dtype=e5m2)
     square8 = meta(T - 1, width, dtype=e4m3)
-    mlp = tg.FP8MLP(meta(2, width, d, dtype=e4m3), None, scales, meta(12, 2, dtype=fp32), 1)
+    mlp = tg.FP8Operands(meta(2, width, d, dtype=e4m3), None, scales, meta(12, 2, dtype=fp32), 1)
     products = {
         "": (tg.triton_relu_square, x, fc),
         " backward": (tg.triton_relu_square_grad, x, fc, meta(T, width)),

@@ -38,11 +38,11 @@ OPERATIONS = {  # with one weight under test: how the script runs it, in plain t
         lambda x, w: x @ OTHER.T @ w,
     ),
     "fc": (
-        lambda x, weight: run_mlp(x, weight, tg.BankWeight(OTHER)),
+        lambda x, weight: run_mlp(x, weight, tg.BankMatrix(OTHER)),
         lambda x, w: tg.relu_square(x, w) @ OTHER,
     ),
     "proj": (
-        lambda x, weight: run_mlp(x, tg.BankWeight(OTHER), weight),
+        lambda x, weight: run_mlp(x, tg.BankMatrix(OTHER), weight),
         lambda x, w: tg.relu_square(x, OTHER) @ w,
     ),
 }
@@ -92,7 +92,7 @@ def test_contract(compiled, in_place, marked, operation):
             x = randn(5, 6, seed=10 * step + i).requires_grad_()
             y = x.detach().clone().requires_grad_()
             plain(x, twin).square().sum().backward()
-            run(y, param.weight()).square().sum().backward()
+            run(y, tg.BankMatrix(*param.bank())).square().sum().backward()
             torch.testing.assert_close(y.grad, x.grad, **NEAR)
             param.end_backward()
             if marked:
@@ -144,7 +144,7 @@ def test_mlp_in_bf16():
         fc_grad = torch.full_like(fc, math.nan)
         proj_grad = torch.full_like(proj, math.nan)
         for written in torch.tensor([False, True]):
-            weights = tg.BankWeight(fc, fc_grad, written), tg.BankWeight(proj, proj_grad, written)
+            weights = tg.BankMatrix(fc, fc_grad, written), tg.BankMatrix(proj, proj_grad, written)
             y = tg.MLP.apply(
                 h.to(dtype), weights, fc.to(dtype), proj.to(dtype), tg.TORCH_BACKEND, None
             ).float()

@@ -89,7 +89,7 @@ class StageOperands:
         tg.convert_mlp_bank(weights8, bank, scales, before)
         largest = torch.tensor([tg.E4M3_MAX, tg.E5M2_MAX], device=self.device)
         scales[0, 2, :, 0, 0] = square.max() / largest
-        fp8_mlp = tg.FP8MLP(weights8[0][0], weights8[1][0], scales[0], amax)
+        fp8_mlp = tg.FP8Operands(weights8[0][0], weights8[1][0], scales[0], amax)
         h8 = tg.to_fp8(h, tg.FP8_MLP_H_SCALE, torch.float8_e4m3fn)
         dy8 = tg.to_fp8(dy, tg.FP8_MLP_DY_SCALE, torch.float8_e5m2)
         square8 = tg.to_fp8(square, scales[0, 2, 0], torch.float8_e4m3fn)

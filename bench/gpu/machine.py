@@ -185,8 +185,8 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
         batch = training.batches.next()
         batch = batch._replace(micro_batches=batch.micro_batches[:1])
         optimizer.wait()
-        if model.fp8_mlps:
-            model.fp8_mlps.scales[:, 2] = 1
+        if model.fp8_state:
+            model.fp8_state.scales[:, 2] = 1
         for _ in range(2):  # the first finds the scales of squares and of their gradients in FP8
             optimizer.drop_grads()
             loss = tg.train_step(model, optimizer, batch).item()
