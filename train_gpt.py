@@ -2107,9 +2107,8 @@ class GPT(nn.Module):
         }
         for i, value in enumerate(value_embeds):
             streams[f"value {i}"] = value
-        for i, (layer, w) in enumerate(
-            zip(cfg.layers, self.layer_weights(banks, value_embeds, fp8_operands, T))
-        ):
+        weights = self.layer_weights(banks, value_embeds, fp8_operands, T)
+        for i, (layer, w) in enumerate(zip(cfg.layers, weights)):
             if i == cfg.skip_to:
                 x = weighted_sum([(None, x), (torch.sigmoid(skip) * gates["skip", i], streams["skip"])])
             added: list[Term] = []  # to the stream, before the MLPs
