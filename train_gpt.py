@@ -235,7 +235,8 @@ class Windows:
     """Attention windows, in units of Config.window_unit tokens before the query's own.
 
     In paired layers they count rows, two for each token, and so reach half as far. A third window is a
-    field here, with a default for the stages that do not name it, and one more name in Layer.window.
+    field here, with a default for the stages and the val_windows that do not name it, and one more name in
+    Layer.window.
     """
 
     short: Positive
@@ -283,8 +284,8 @@ class ParamSpec:
     kind: Literal["small", "head", "bank", "embedding"] = "small"
     # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
     # hashed_rows: bigram_embed's, and those of the n-gram table. To add an index, name it here, and add a
-    # field of MicroBatch that make_micro_batch() fills, a line of SEGMENT_MAKERS, and a look-up in
-    # GPT.look_up.
+    # field of MicroBatch, with a default, that make_micro_batch() fills, a line of SEGMENT_MAKERS, and a
+    # look-up in GPT.look_up, which by itself takes inputs alone.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
     # How gradients come to the rank that owns a block. reduce_scatter: all of the gradient. sparse: only the
     # rows that were touched since the last update.
@@ -929,7 +930,9 @@ PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in 
 #       + gated x0 + gated n-grams
 #   x = resid_mlp x + post_mlp (the sum of mlp(norm(x)) over the layer's MLPs)
 #
-# To add one, add it here and in used_scalars(), and use w.scalars["my_scalar"], (T or 1, 1).
+# To add one, add it here and in used_scalars(), and use w.scalars["my_scalar"] by weighted_sum(), which
+# casts: it is (1, 1), in compiled code (T, 1). Models saved before have other shapes then. One with a switch
+# is a row of PARAMS instead, of the shape (L if cfg.my_switch else 0,).
 LAYER_SCALARS = {
     "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so only v feels qkv
     "resid_lambdas": {"resid_attention": 1.0488, "resid_mlp": 1.0488},  # sqrt(1.1), as the record rounds it
@@ -3281,7 +3284,8 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
 
     Another activation needs no gradient by hand: in GPT.mlp_branch write
-    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false.
+    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false: that
+    line has no FP8, and knows no mlp_dtype. Tests of FP8's MLPs fail then.
 
     This form takes less memory. It is for activations that are 0 for negative inputs and rising for positive
     ones, because relu_square_grad gets only the output. Edit both; with FP8 relu_square_fp8, too; and on a
@@ -3448,8 +3452,8 @@ def triton_relu_square_fp8(
 # softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
 # in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of
 # mix_with_pointer() and mix_with_pointer_grad(). To add a term of training alone, such as a z-loss, edit
-# softcap_loss, with and without the pointer, and its kernel. Multiply it by loss_weights[0], which contains
-# loss_share().
+# softcap_loss, with and without the pointer, its kernel and what launches that; head_loss_and_grad() passes
+# its factor. Multiply it by loss_weights[0], which contains loss_share().
 # ============================================================================================================
 
 
@@ -4648,7 +4652,8 @@ class UpdateRule(NamedTuple):
     # (block, gradient, state, its ParamSpec, plan, cfg): updates block and state in place.
     update: Callable
     # ParamSpec -> factors of the step's size and of decay. Those of small parameters come as state["muls"],
-    # (2, n), which `update` must apply; None: the rule is for no small parameters.
+    # (2, n), which `update` must apply, as its spec has lr_mul and wd_mul 1 then; None: the rule is for no
+    # small parameters.
     muls: Callable | None = None
     unused: tuple[str, ...] = ()  # fields of ParamSpec that it does not read
     only_banks: bool = False  # it needs whole matrices
@@ -6205,8 +6210,8 @@ def read_settings(args: argparse.Namespace) -> Config:
     """Returns the preset with the changes of the command line. Raises UserError for wrong options."""
     cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
-    preset_data = PRESETS[args.preset].data
-    given_twice = args.data and cfg.data not in (preset_data, args.data)
+    is_set = any(setting.startswith("data=") for setting in args.set)
+    given_twice = args.data and is_set and args.data != cfg.data
     require(not given_twice, f"--data {args.data} and --set data={cfg.data}: give one of them")
     is_name = ".." not in args.name and re.fullmatch(r"[\w.+=-]*(/baseline)?", args.name)
     require(is_name, f"--name {args.name!r}: give letters, digits and . _ + = - alone, without ..")
@@ -6345,7 +6350,7 @@ def check_updates(cfg: Config) -> None:
         for name in rule.unused:
             require(
                 getattr(spec, name) == getattr(ParamSpec, name),
-                f"params.{spec.name}.{name}: {spec.optimizer} does not use it; leave it as ParamSpec has it",
+                f"params.{spec.name}.{name}: {spec.optimizer} reads none; give {getattr(ParamSpec, name)!r}",
             )
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
@@ -6471,14 +6476,16 @@ def describe_environment(
     ]
 
 
-def track_of(cfg: Config, world_size: int) -> str:
-    """Returns the preset's track if data, validation, target and micro-batches equal the preset's; else
-    other.
+def track_of(cfg: Config, world_size: int, args: argparse.Namespace) -> str:
+    """Returns the preset's track if data, validation, target and micro-batches equal the preset's, and no
+    option makes the run another; else other.
     """
     preset = PRESETS[cfg.preset]
     names = ("data", "val_slice_tokens", "val_slices", "target")
     same = all(getattr(cfg, name) == getattr(preset, name) for name in names)
-    return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
+    same = same and num_microbatches(cfg, world_size) == preset.microbatches
+    cannot_be_record = args.checkpoint_every or args.resume or args.profile
+    return cfg.track if same and not cannot_be_record else "other"
 
 
 def name_run(args: argparse.Namespace, track: str, comm: Collectives, resumed: dict) -> tuple[Path, Path]:
@@ -6873,9 +6880,9 @@ def run(args: argparse.Namespace) -> None:
     backend = select_backend(cfg, device)
     resumed = read_checkpoint(args, rank)
     if args.check:
-        if args.data:  # the preset's may not be there yet
+        if args.data or cfg.data != PRESETS[args.preset].data:  # the preset's may not be there yet
             open_dataset(cfg)
-        print(f"{args.check} processes can run this here, on the track {track_of(cfg, args.check)}")
+        print(f"{args.check} processes can run this here, on the track {track_of(cfg, args.check, args)}")
         return
     data = open_dataset(cfg)
     val_slices = cfg.val_slices
@@ -6886,8 +6893,7 @@ def run(args: argparse.Namespace) -> None:
     loader_comm = Collectives(rank, world_size, group)  # of the thread that builds batches
     task = task_of(args, cfg, data, world_size, backend.mlp_dtype)
     require_same_task(args, task, comm, resumed)
-    cannot_be_record = args.checkpoint_every or args.resume or args.profile
-    track = "other" if cannot_be_record else track_of(cfg, world_size)
+    track = track_of(cfg, world_size, args)
     # name_run() is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, comm, resumed)
     if rank == 0 and (args.checkpoint_every or resumed):

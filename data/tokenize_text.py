@@ -15,8 +15,8 @@ Training uses only the beginning of a document, so documents of more than --pass
 passages: at blank lines if possible, else at line ends, else at spaces. A passage never spans two shards, and
 a BOS token precedes it. The SHA-256 of a document's text chooses between training and validation, so all its
 passages are in the same split, whatever else is tokenized with it. With few documents (fewer than ten times
---val-one-in) one split could be empty, so of each document the last passages are for validation: one in
---val-one-in, rounded up. The same files in the same order give the same shards.
+--val-one-in) one split could be empty, so one passage in --val-one-in is for validation, the last ones of
+documents that have several. The same files in the same order give the same shards.
 
 Format of a shard, NAME_train_000001.bin (training counts from 1, validation from 0), little-endian:
     256 int32   20240520, 1, tokens, vocabulary size, BOS token, bytes of UTF-8 text without BOS, 0, 0, ...
@@ -39,7 +39,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import re
 import struct
@@ -577,7 +576,8 @@ def write_shards(
         train = SplitWriter(folder, name, "train", encoding, shard_tokens)
         val = SplitWriter(folder, name, "val", encoding, shard_tokens)
         left_out = LeftOut()
-        divided = 0
+        is_divided = False
+        due = val_one_in - 1  # passages that have been read since the last one for validation
         texts = left_out.kept_texts(documents, val_one_in, passage_bytes)
         first = list(itertools.islice(texts, FEW * val_one_in))
         few = len(first) < FEW * val_one_in
@@ -587,18 +587,20 @@ def write_shards(
                 if isinstance(passages, BadDocument):
                     left_out.add(passages)
                 elif few and len(passages) > 1:
-                    last = math.ceil(len(passages) / val_one_in)
-                    train.add(passages[:-last], sizes[:-last])
-                    val.add(passages[-last:], sizes[-last:])
-                    divided += 1
+                    due += len(passages)
+                    count = len(passages) - min(due // val_one_in, len(passages) - 1)  # those for training
+                    due -= (len(passages) - count) * val_one_in
+                    train.add(passages[:count], sizes[:count])
+                    val.add(passages[count:], sizes[count:])
+                    is_divided = True
                 elif text.validation:
                     val.add(passages, sizes)
                 else:
                     train.add(passages, sizes)
         train.close()
         val.close()
-        if divided:
-            print(f"few documents: the last passages of each, one in {val_one_in}, are for validation")
+        if is_divided:
+            print(f"few documents: one passage in {val_one_in} is for validation, the last ones of documents")
         check_splits(train, val, left_out)
         write_token_bytes(folder, token_bytes(encoding))
     return Written(train, val, left_out.bad, left_out.empty)

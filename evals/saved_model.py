@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -211,6 +212,8 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         config = saved["config"]
         weights = saved["weights"]
         run_id = saved["id"]
+        script = saved.get("script", tg.source_hash())
+        tg.require(re.fullmatch("([0-9a-f]{12}){2}", run_id + script), "its id or its script is no hash")
         ranks = range(saved["ranks"])
         with tg.user_error_on(
             "it has a setting or parameter that train_gpt.py lacks",
@@ -224,9 +227,9 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         if cfg.ngrams.orders:
             _, count = tg.ngram_sizes(cfg, len(ranks))
             dtype = tg.dtype_of(cfg.ngrams.dtype)
-    if saved.get("script", tg.source_hash()) != tg.source_hash():
+    if script != tg.source_hash():
         print(
-            f"{path}: another train_gpt.py trained it (sha256 {saved['script']}); if that computes something "
+            f"{path}: another train_gpt.py trained it (sha256 {script}); if that computes something "
             "else, put it in the place of this one",
             file=sys.stderr,
         )

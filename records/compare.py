@@ -72,6 +72,7 @@ import shlex
 import signal
 import sys
 import textwrap
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -176,10 +177,19 @@ HEADER = {
 }
 # Types of the settings that are read here. All numbers but the seed are above 0.
 CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "vocab_size": int}
-CONFIG |= {"target": int | float, "length": int | float, "track": str, "preset": str, "data": str}
+CONFIG |= {
+    "val_tokens": int,
+    "bf16_mlp": bool,
+    "target": int | float,
+    "length": int | float,
+    "track": str,
+    "preset": str,
+    "data": str,
+}
 GPU = r"\n\|\s+(\d+)\s+(\S[^\n|]*[^\s|])\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
 # Other rules of `=` vary in number, and occur in the source, too.
 SOURCE_END = pattern(r"={20,}\s*\n(?:Running|script:) ")
+HEADER_BEGIN = pattern(r"Running [Pp]y[Tt]orch \d")
 
 
 @dataclass
@@ -353,7 +363,8 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
 
     header = Header()
     lines_of_runs: list[set[bytes]] = []
-    steps_of_runs = split_runs(steps)
+    headers = [m.start() for m in HEADER_BEGIN.finditer(text, header_start)]
+    steps_of_runs = split_runs(steps, headers)
     starts = [run_steps[0].position for run_steps in steps_of_runs]
     ends = [*starts[1:], len(text)]
     for run_steps, start, end in zip(steps_of_runs, starts, ends):
@@ -394,16 +405,17 @@ def name_unreadable(text: bytes, start: int, validations: dict[int, Point], path
     return messages
 
 
-def split_runs(steps: list[StepLine]) -> list[list[StepLine]]:
-    """Splits a file's step lines into those of each run.
+def split_runs(steps: list[StepLine], headers: list[int]) -> list[list[StepLine]]:
+    """Splits a file's step lines into those of each run, given where headers begin.
 
-    A run begins where the step falls or the number of steps changes. Times do not show it: some formats
-    restart the clock near step 10.
+    A run begins after a header, and where the step falls or the number of steps changes. Times do not show
+    it: some formats restart the clock near step 10.
     """
     runs: list[list[StepLine]] = []
-    previous = None
+    previous = StepLine(-1, 0, None)
     for line in steps:
-        if previous is None or line.step < previous.step or line.total != previous.total:
+        has_header = bisect(headers, previous.position) < bisect(headers, line.position)
+        if not runs or has_header or line.step < previous.step or line.total != previous.total:
             runs.append([])
         runs[-1].append(line)
         previous = line
@@ -481,7 +493,7 @@ def read_header(text: str, path: str, before: Header) -> Header:
             raise UserError(f"{path}: its config line is not JSON, or has numbers that are none") from None
         for name, kind in CONFIG.items():
             value = header.config.get(name)
-            is_too_low = isinstance(value, int | float) and name != "seed" and value <= 0
+            is_too_low = isinstance(value, int | float) and name not in ("seed", "bf16_mlp") and value <= 0
             if is_too_low or not isinstance(value, kind | None):
                 raise UserError(f"{path}: its config has {name} = {value!r}")
     if "resumed" in last:
@@ -506,7 +518,14 @@ def setting(name: str) -> Value:
     return lambda run: run.header.config.get(name)
 
 
-seed_of = setting("seed")
+def seed_of(run: Run) -> int | None:
+    """Returns a run's seed, by its config, or by its closing lines, if only the screen is there."""
+    said = run.closing.get("seed", "")
+    if "seed" not in run.header.config and re.fullmatch(r"\d{1,9}", said):
+        return int(said)
+    return run.header.config.get("seed")
+
+
 # A loss per token depends on these.
 OF_LOSS = {name: setting(name) for name in ("vocab_size", "val_slices", "val_slice_tokens", "val_tokens")}
 # What should be equal between groups, or else their difference says nothing of the change that was made.
@@ -994,7 +1013,7 @@ def mean_verdict(what: str, mean: float | None, limit: float | None, name: str, 
     if mean >= limit:
         where = "above" if mean > limit else "not below"
         return Verdict(False, f"the mean {what} is {where} {name}")
-    level = "one run gives no p" if p is None else f"p {show_p(p)}"
+    level = "one run, or equal ones, give no p" if p is None else f"p {show_p(p)}"
     if p is None or p >= ALPHA:
         return Verdict(False, f"the mean {what} is not shown to be below {name} ({level}, needs < {ALPHA:g})")
     return Verdict(True, f"the mean {what} is below {name} ({level} < {ALPHA:g})")
@@ -1755,6 +1774,8 @@ def main(argv: list[str] | None = None) -> int:
             errors = report(args)
     except (UserError, OSError) as e:
         errors = [explain(e)]
+    except MemoryError:
+        errors = ["there is not enough memory for these files"]
     except ModuleNotFoundError as e:
         errors = [missing_package(e)]
     for error in errors:

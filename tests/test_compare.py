@@ -230,6 +230,13 @@ def test_several_runs_in_a_file(run):
     assert len(notes) == 1
 
 
+def test_a_header_begins_a_run_of_a_screen(run):
+    """Each has its last validation alone. Seeds are in closing lines."""
+    ends = [f"{HEADER}\n{steps(loss, 90, first=500)}\nseed: 7\n" for loss in (3.1, 3.2)]
+    runs, _ = read("".join(ends))
+    assert [(each.val_loss, compare.seed_of(each)) for each in runs] == [(3.1, 7), (3.2, 7)]
+
+
 def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(run):
     """Those of the first log end with the checkpoint's step. A warning names another machine."""
     form = "step:{0}/9 train_time:1ms step_avg:1ms train_loss:{1}@{0}\n".format

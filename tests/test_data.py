@@ -157,7 +157,7 @@ def test_long_documents_are_cut_into_passages(tmp_path, capsys, monkeypatch):
 
 
 def test_few_documents_are_split_by_passages(tmp_path):
-    """Of each document the last passages are for validation, one in two. A text may begin like JSON.
+    """One passage in two is for validation, the last ones of documents. A text may begin like JSON.
 
     Empty documents and bad ones do not make them many.
     """
@@ -170,6 +170,8 @@ def test_few_documents_are_split_by_passages(tmp_path):
     train, val = read_splits(tmp_path / "out")
     assert train == encode_all(a[:2] + b[:1])
     assert val == encode_all(a[2:] + b[1:])
+    tokenize(tmp_path / "less", files[:2], "--val-one-in 10")
+    assert [len(texts) for texts in read_splits(tmp_path / "less")] == [6, 1]
 
 
 def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):

@@ -548,6 +548,6 @@ def test_validation_losses_are_averaged_in_fp32(cfg):
     cfg = with_dtype(cfg, "bfloat16")
     comm, model, _ = build(0, 1, cfg)
     val = val_loader(cfg)
-    windows = {"short": 6, "long": 20}
+    windows = vars(cfg.val_windows)
     losses = [model.token_losses(val.slice(i), windows).mean().item() for i in range(3)]
     assert tg.validate(model, val, comm, windows) == pytest.approx(np.mean(losses), rel=1e-6)

@@ -141,13 +141,15 @@ def test_log_and_screen(world_size, seed, name, folder):
 def test_tracks(preset):
     """A run may change the method and stay in the track, but not the task."""
     cfg = tg.PRESETS[preset]
+    args = tg.parse_args([])
     for setting in "adam_lr=1 stages.0.steps=7 heads=2 dtype=float64".split():
-        assert tg.track_of(tg.override(cfg, setting), 2) == cfg.track
+        assert tg.track_of(tg.override(cfg, setting), 2, args) == cfg.track
     for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=64 target=9".split():
-        assert tg.track_of(tg.override(cfg, setting), 2) == "other"
+        assert tg.track_of(tg.override(cfg, setting), 2, args) == "other"
     # More ranks than micro-batches pack other micro-batches.
-    assert tg.track_of(cfg, cfg.microbatches) == cfg.track
-    assert tg.track_of(cfg, 2 * cfg.microbatches) == "other"
+    assert tg.track_of(cfg, cfg.microbatches, args) == cfg.track
+    assert tg.track_of(cfg, 2 * cfg.microbatches, args) == "other"
+    assert tg.track_of(cfg, 2, tg.parse_args(["--profile"])) == "other"
 
 
 @pytest.mark.slow
