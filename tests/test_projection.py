@@ -1,10 +1,7 @@
 """Tests bench/projection.py: its counts against closed formulas, its model, and a run of it."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,12 +49,6 @@ def test_flops_of_the_pointer():
 @pytest.mark.pinned("the record preset")
 def test_record_92_is_the_golden_one():
     assert projection.RECORD92 == RECORD92
-
-
-def test_it_starts_without_the_tests():
-    """As a program of its own it finds none of their modules."""
-    program = Path(projection.__file__)
-    subprocess.run([sys.executable, program, "--help"], check=True, capture_output=True)
 
 
 # ---- measured rates ----------------------------------------------------------------------------------------
