@@ -602,6 +602,7 @@ def run(args: argparse.Namespace) -> None:
         names.append(chr(ord("A") + len(names) - 1))
         configs.append(reduce(tg.override, changes.split(), cfg))
     for each in configs:
+        tg.require(each.data == cfg.data, "--against: all variants read the same data; use --set data=")
         tg.check_config(each, max(SETUPS.values()))
     variants = [Variant(name, each, device) for name, each in zip(names, configs)]
     stages = choose_stages(args, configs)
