@@ -213,7 +213,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         weights = saved["weights"]
         run_id = saved["id"]
         script = saved.get("script", tg.source_hash())
-        tg.require(re.fullmatch("([0-9a-f]{12}){2}", run_id + script), "its id or its script is no hash")
+        tg.require(re.fullmatch(r"\w+", run_id + script, re.ASCII), "its id or its script is no name")
         ranks = range(saved["ranks"])
         with tg.user_error_on(
             "it has a setting or parameter that train_gpt.py lacks",
