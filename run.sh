@@ -112,13 +112,16 @@ track_of() {   # SCRIPT OPTION...: checks options; early records' scripts have n
 track=$(track_of "$script" "${args[@]}")
 if [[ $against && ! $tiny ]]; then
     before=$(track_of "$against" "${same[@]}")
+    # An older script's --check names no validation, or no track.
+    [[ $track$before == *\;*\;* ]] || { track=${track%;*} before=${before%;*}; }
     [[ ! $track || ! $before || $track == "$before" ]] ||
-        die "--set makes the track '$track', but $against has '$before': a race keeps data and validation"
-    [[ $track != other ]] || say "these runs can be compared, but the track 'other' holds no record"
+        die "$script has the track $track, but $against $before: a race keeps data and validation"
+    [[ $track != other* ]] || say "these runs can be compared, but the track 'other' holds no record"
 fi
 declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
 [[ $data ]] || "${tied[@]}" "$python" data/${sources[$preset]:-fineweb.py}
 if [[ $name && $track && ( $runs -gt 1 || $against ) ]]; then   # another may have taken the name just now
+    track=${track%;*}
     folder=records/$track/${RUN_DATE}_$name
     mkdir -p "records/$track"
     mkdir "$folder" && claimed=$folder || die "give another --name"

@@ -6882,7 +6882,9 @@ def run(args: argparse.Namespace) -> None:
     if args.check:
         if args.data or cfg.data != PRESETS[args.preset].data:  # the preset's may not be there yet
             open_dataset(cfg)
-        print(f"{args.check} processes can run this here, on the track {track_of(cfg, args.check, args)}")
+        track = track_of(cfg, args.check, args)
+        slices = f"{cfg.val_slices} slices of {cfg.val_slice_tokens} tokens, vocabulary {cfg.vocab_size}"
+        print(f"{args.check} processes can run this here, on the track {track}; validation: {slices}")
         return
     data = open_dataset(cfg)
     val_slices = cfg.val_slices
@@ -6902,6 +6904,8 @@ def run(args: argparse.Namespace) -> None:
     begin_log(log, args, replace(cfg, track=track), data, comm)
     if resumed:
         log.print0(f"resumed: {path.name} after step {resumed['step']}")
+    if args.profile:
+        log.print0("profiled: yes", console=False)
     log.print0("=" * 100, console=False)
     log.print0(f"log: {log.path}", file=False)
     model, optimizer = build(cfg, backend, comm, args.seed)

@@ -174,6 +174,7 @@ HEADER = {
     "data": r"data: (.*\S)",
     "resumed": r"resumed: (\S+) after step (\d+)(?:;.*)?",
     "amx": r"this CPU has AMX: (.*\S)",
+    "profiled": r"profiled: (yes)",
 }
 # Types of the settings that are read here. All numbers but the seed are above 0.
 CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "vocab_size": int}
@@ -204,6 +205,7 @@ class Header:
     script: str | None = None  # the name, and the hash of its text
     data: str | None = None  # the fingerprint, and what it is of
     amx: bool = False  # the MLPs' products are in bf16, because the CPU has AMX
+    profiled: bool = False  # some steps took longer
     config: dict = field(default_factory=dict)
     origin: str | None = None  # the run that this log continues, and after which step
     after: int = 0
@@ -473,6 +475,7 @@ def read_header(text: str, path: str, before: Header) -> Header:
         return before
     header = Header(python=last.get("python"), script=last.get("script"), data=last.get("data"))
     header.amx = "amx" in last
+    header.profiled = "profiled" in last
     device = None
     if "torch" in last:
         header.torch, device, world_size = last["torch"]
@@ -536,6 +539,7 @@ ALIKE: dict[str, Value] = {
     "Python or operating system": lambda r: r.header.python,
     "data": lambda r: r.header.data and r.header.data.split()[0],
     "targets": lambda r: r.target,
+    "profiling": lambda r: r.header.profiled,
     # Logs of earlier scripts have no such setting.
     "MLPs' dtype, which AMX changes": lambda r: r.header.config.get("bf16_mlp") and r.header.amx,
     **OF_LOSS,

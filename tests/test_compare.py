@@ -482,6 +482,8 @@ def test_no_percentage_between_machines(run):
     for folder, line in ("fp32", ""), ("bf16", "\nthis CPU has AMX: so"):
         write(folder, own_log(seconds=91, config={"bf16_mlp": True}, header=HEADER + line))
     assert run("fp32 bf16")[1].startswith("warning: not the same MLPs' dtype, which AMX changes, ")
+    write("traced", own_log(seconds=91, header=HEADER + "\nprofiled: yes"))
+    assert run("a traced")[1].startswith("warning: not the same profiling, ")
     write("other", own_log(seconds=91, header=ON_A100.replace("2.13", "2.14")))
     out = run("a packed other")[1]
     assert out.startswith("warning: not the same hardware and torch, ") and " %" not in out

@@ -39,8 +39,12 @@ case "$*" in
     *"${HANGS-no command}"*) echo hangs; exec sleep 3600 ;;
     *"-r requirements.txt") touch "$venv/complete" ;;
     data/*) mkdir -p "${MEANWHILE-.}" ;;
-    *val_slices*--check*) echo 2 processes can run this here, on the track other ;;
-    *--check*) echo 2 processes can run this here, on the track cpu ;;
+    *"--check "*)
+        track=cpu
+        [[ $* != *"--data="* ]] || track=other
+        slices="; validation: 128 slices"
+        [[ $* != *val_slices=4* ]] || slices="; validation: 4 slices"
+        echo "2 processes can run this here, on the track $track${NAMES_TRACK_ALONE-$slices}" ;;
     *" --name="*)
         command=$*
         name=${command##*--name=}
@@ -256,9 +260,12 @@ def test_a_baseline_runs_in_turn_and_the_referee_follows(ready):
     assert table == f"records/compare.py --begin {folder}"
 
 
-def test_a_race_on_another_track_than_the_baseline_is_refused(ready):
-    commands = run(ready, "--against train_gpt.py --set val_slices=4 --name Idea", 1)
-    assert len(commands) == 2 and "--set makes the track 'other'" in run.text  # and no run
+def test_a_race_with_another_validation_than_the_baseline_is_refused(ready):
+    """Of scripts that name only the track, the tracks are compared."""
+    race = "--against train_gpt.py --set val_slices=4 --data . --name Idea"
+    commands = run(ready, race, 1)
+    assert len(commands) == 2 and "validation: 4 slices, but train_gpt.py" in run.text  # and no run
+    assert len(run(ready, race, NAMES_TRACK_ALONE="")) > 4
 
 
 def test_failures_end_the_rest(ready):
