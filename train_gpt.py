@@ -35,7 +35,7 @@ Operations, each in plain torch, some with a Triton kernel
     15  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
 Updates, spread over ranks
     16  Collectives   of one process group
-    17  Optimizer     scatter, update and gather of all that is trained, in explicit orders
+    17  Optimizer     scatter, update and gather of all that is trained, in explicit orders; its state
     18  Parameters    the objects that are updated: their gradients, updates and averages
     19  Update rules  Adam and ANVIL, on one block
     20  Touched rows  of tables: sums of rows, sums of their gradients, their exchange between ranks
@@ -1690,16 +1690,17 @@ def train(
 
     The clock stops while validating and saving; meanwhile threads go on building batches.
     """
-    data, model, optimizer, _, loader_comm = training
+    model, optimizer = training.model, training.optimizer
     cfg = model.cfg
     rank = optimizer.comm.rank
+    train_shards = training.data.train
     losses = AsyncLoss()
     clock = Clock(start.train_ms)
-    loader = TrainLoader(cfg, data.train, rank, optimizer.comm.world_size, start.position)
+    loader = TrainLoader(cfg, train_shards, rank, optimizer.comm.world_size, start.position)
     plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
-    batches = Prefetcher(loader, plans, loader_comm)
+    batches = Prefetcher(loader, plans, training.loader_comm)
     if cfg.predicts_prefixes:  # on the clock, as it is made of the data
-        model.longest_prefix.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
+        model.longest_prefix.copy_(prefix_table(training.data.vocabulary, cfg.padded_vocab))
     bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
 
     for step in range(start.step, cfg.steps):
@@ -1734,7 +1735,7 @@ def train(
     closing = log_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
     bar.close()
     loader.close()
-    epochs = batch.position[0] // len(data.train) + 1
+    epochs = batch.position[0] // len(train_shards) + 1
     return closing | {"steps": cfg.steps, "epochs": epochs}
 
 
@@ -1787,18 +1788,18 @@ def warm_up(training: Training) -> None:
     """Runs a step of every kind, so that nothing is compiled on the clock, and device buffers exist; then
     restores all.
     """
-    data, model, optimizer, val, loader_comm = training
-    cfg = model.cfg
+    model, optimizer = training.model, training.optimizer
+    cfg, comm = model.cfg, optimizer.comm
     before = training_state(model, optimizer)
-    slices = min(cfg.val_slices, loader_comm.world_size)
-    loader = TrainLoader(cfg, data.train, loader_comm.rank, loader_comm.world_size)
+    slices = min(cfg.val_slices, comm.world_size)
+    loader = TrainLoader(cfg, training.data.train, comm.rank, comm.world_size)
     for steps in warmup_ranges(cfg):
         plans = [plan_step(cfg, step) for step in steps]
-        batches = Prefetcher(loader, plans, loader_comm)
+        batches = Prefetcher(loader, plans, training.loader_comm)
         for plan in plans:
             model.use_rotary(plan.stage)
             optimizer.wait()
-            validate(model, val, optimizer.comm, plan.windows, slices)
+            validate(model, training.val, comm, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
             AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
         if optimizer.ngrams:  # not in `before`; and a later range may begin before its rows' last_update
@@ -2059,8 +2060,7 @@ class GPT(nn.Module):
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
         windows: tokens, by name. banks: Optimizer.banks(). Without it, outside of training steps, the banks'
-        gradients are autograd's. With `fp8_operands`, the result of FP8State.begin_step, MLPs are in
-        FP8.
+        gradients are autograd's. With `fp8_operands`, from FP8State.begin_step, MLPs are in FP8.
         """
         if banks is None:
             banks = {name: Bank(getattr(self, name)) for name in self.bank_names}
@@ -2748,10 +2748,10 @@ def linear(x: Tensor, weight: BankMatrix, transposed: bool = False) -> Tensor:
 
 
 # ============================================================================================================
-# 12  Layers. This section, 13 to 15 and 20 have of each operation its formula, its form in plain torch, and,
-#    where it has one, its Triton kernel, with what launches that for the arguments of the plain form. The
-#    Backend (section 22) chooses; but norm, weighted_sum and rotate have no kernels, and choose by
-# themselves.
+# 12  Layers. Sections 12 to 15 and 20 have of each operation its formula, its form in plain torch and, if it
+#    has one, its Triton kernel with the function that launches it, which takes the plain form's arguments.
+#    The Backend (section 22) chooses between both. norm, weighted_sum and rotate have no kernels, and choose
+#    between two forms in plain torch by themselves.
 # ============================================================================================================
 
 
@@ -3233,8 +3233,8 @@ class FP8State:
 class MLP(torch.autograd.Function):
     """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
 
-    weights: the BankWeights of fc and proj, for their main_grad. fc_w and proj_w: their matrices, for
-    autograd.
+    weights: the BankMatrix of fc and that of proj, for their main_grad. fc_w and proj_w: both matrices, as
+    arguments that autograd sees.
 
     relu_square() says how to write another activation.
 
@@ -4168,7 +4168,7 @@ class Collectives:
 
 # ============================================================================================================
 # 17  Optimizer. Has the objects of section 18 and the table of n-grams, and runs their scatter, update and
-#    gather in explicit orders. In a step:
+#    gather in explicit orders; the state of training. In a step:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
@@ -4336,6 +4336,44 @@ class Optimizer:
             trainable.drop_grad()
         self.batch = None
         self.last_plan = None
+
+
+# ---- The state of training, for the warm-up and for checkpoints --------------------------------------------
+
+
+def live_state(model: GPT, optimizer: Optimizer) -> dict:
+    """Returns all tensors that training changes on this rank, except gradients and the table of n-grams; and
+    the signs, which a resumed run must share. Not copied.
+    """
+    optimizer.wait()
+    others = {"signs": model.signs}
+    if model.fp8_state:
+        others |= {"fp8_scales": model.fp8_state.scales, "weight_amax": model.fp8_state.weight_amax}
+    params = {name: param.state_dict() for name, param in optimizer.params.items()}
+    return {"params": params, "others": others}
+
+
+def training_state(model: GPT, optimizer: Optimizer) -> dict:
+    """Returns a copy of live_state() in host memory."""
+    return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
+
+
+@torch.no_grad()
+def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
+    """Copies `state`, this rank's part, into the model and the optimizer, and gathers the parameters.
+
+    Drops gradients. A checkpoint's state also has the table of n-grams, if there is one, and the number of
+    steps.
+    """
+    live = live_state(model, optimizer)
+    optimizer.drop_grads()
+    if "ngrams" in state:
+        live["ngrams"] = optimizer.ngrams.state_dict()
+    for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live}), strict=True):
+        t.copy_(saved)
+    optimizer.gather_all()
+    if state.get("step"):
+        optimizer.last_plan = plan_step(model.cfg, state["step"] - 1)
 
 
 # ============================================================================================================
@@ -4953,10 +4991,11 @@ UPDATE_RULES = {
 #    but with exchange=reduce_scatter all of an embedding's.
 #
 # A row has up to three numbers, all int32:
-#   row        its place in the whole table, as a token or a hash names it
-#   local_row  its place in its owner's block
-#   slot       its place in this rank's buffers. Of an embedding every rank has all rows, so slot = row. Of
-#              the n-grams it has only the rows that it fetched, at slots of NgramTable.cache.
+#   row id        its place in the whole table, as a token or a hash names it
+#   local row id  its place in its owner's block
+#   slot          its place in this rank's buffers. Of an embedding every rank has all rows, so the slot is
+#                 the row id. Of the n-grams it has only the rows that it fetched, at slots of
+#                 NgramTable.cache.
 #
 # Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
 # How a row's gradient travels, for example value_embeds':
@@ -4971,7 +5010,7 @@ UPDATE_RULES = {
 #       4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
 #                          rank 0 touched 0, 3         rank 1 touched 1, 3
-#       local rows         1      ------->             <------- 1
+#       local row ids      1      ------->             <------- 1
 #       row gradients      g0[3]  ------->             <------- g1[1]
 #       mean               row 0 = g0[0] / 2           row 2 = 0
 #                          row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
@@ -4987,8 +5026,8 @@ class Segments(NamedTuple):
     matrix in CSR form has them.
     """
 
-    # (n,) int32, ascending: of a micro-batch rows, of RowRoutes local_rows. assign_slots() replaces rows of
-    # n-grams by slots, which are in no order.
+    # (n,) int32, ascending: a micro-batch's row ids, or the local row ids of RowRoutes. assign_slots()
+    # replaces row ids of n-grams by slots, which are in no order.
     ids: Tensor
     # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
     perm: Tensor
@@ -5128,29 +5167,29 @@ def triton_segment_sum_rows(
 
 
 def route_embedding(comm: Collectives, spec: ParamSpec, num_rows: int, row_ids: np.ndarray) -> RowRoutes:
-    """Routes the touched `row_ids` (n,) of an embedding of num_rows row_ids, whose blocks are consecutive
-    row_ids.
+    """Routes the rows that this rank has touched, by their ids (n,), of an embedding of num_rows rows. A
+    rank's block is consecutive rows.
 
     With exchange=reduce_scatter all of the gradient is sent, so no rank need know what others have touched.
-    The routes then only say which row_ids this rank has touched, and are made as if there were one rank.
+    The routes then only say which rows this rank has touched, and are made as if there were one rank.
     """
     if spec.exchange == "reduce_scatter":
         comm = Collectives(0, 1)
-    owner, local_row = np.divmod(row_ids, num_rows // comm.world_size)
-    return route_rows(comm, spec.name, row_ids, owner, local_row)
+    owners, local_row_ids = np.divmod(row_ids, num_rows // comm.world_size)
+    return route_rows(comm, spec.name, row_ids, owners, local_row_ids)
 
 
 def route_rows(
-    comm: Collectives, name: str, row_ids: np.ndarray, owner: np.ndarray, local_row: np.ndarray
+    comm: Collectives, name: str, row_ids: np.ndarray, owners: np.ndarray, local_row_ids: np.ndarray
 ) -> RowRoutes:
-    """Tells each row's owner that this rank has touched the row. Blocks.
+    """Tells each row's owner that this rank has touched the row. Waits for the other ranks.
 
-    row_ids (n,): distinct row_ids of the table `name`; owner[i] and local_row[i]: the rank that has
-    row_ids[i], and where in its block. Owners ascend.
+    row_ids (n,): distinct rows of the table `name`, by owner in ascending order. owners (n,): the ranks that
+    have them. local_row_ids (n,): their places in their owners' blocks.
     """
-    input_splits = np.bincount(owner, minlength=comm.world_size).tolist()
+    input_splits = np.bincount(owners, minlength=comm.world_size).tolist()
     output_splits = input_splits
-    arriving = int32(local_row).to(comm.device)
+    arriving = int32(local_row_ids).to(comm.device)
     if comm.world_size > 1:
         ones = [1] * comm.world_size
         counts = torch.tensor(input_splits, device=comm.device)
@@ -5269,17 +5308,17 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
 
 
 def route_ngrams(comm: Collectives, row_ids: np.ndarray) -> tuple[RowRoutes, Tensor]:
-    """Routes distinct row_ids (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
+    """Routes distinct rows of n-grams, by their ids (n,). Row r belongs to rank r % world_size, whose block
+    has it at r // world_size.
 
-    Also returns the slots, (n,) int32, of row_ids[0], row_ids[1], ...: their places in the order of the
-    routes.
+    Also returns the slot, (n,) int32, of each of row_ids: its place in the order of the routes.
     """
-    owner = row_ids % comm.world_size
-    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    owners = row_ids % comm.world_size
+    by_owner = np.argsort(owners.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
     slots = np.empty(len(row_ids), np.int32)
     slots[by_owner] = np.arange(len(row_ids), dtype=np.int32)
     row_ids = row_ids[by_owner]
-    routes = route_rows(comm, "ngrams", row_ids, owner[by_owner], row_ids // comm.world_size)
+    routes = route_rows(comm, "ngrams", row_ids, owners[by_owner], row_ids // comm.world_size)
     return routes, int32(slots)
 
 
@@ -5308,8 +5347,8 @@ class NgramTable(Trainable):
     """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
     There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
-    For rates by order edit only update() and row_adam(). A row's number in the whole table, which is its
-    local_row * world_size + rank, tells its order.
+    For rates by order edit only update() and row_adam(). A row's id, which is its
+    local row id * world_size + rank, tells its order.
 
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
     says which rank has which row. Rows start at 0.
@@ -5369,10 +5408,10 @@ class NgramTable(Trainable):
 
     @torch.no_grad()
     def fetch(self, row_ids: Tensor) -> Tensor:
-        """Returns rows of the table, (n, width), by their distinct numbers row_ids (n,), outside training.
-        Waits for the device.
+        """Returns rows of the table, (n, width), by their distinct ids (n,), outside training. Waits for the
+        device.
 
-        Every rank must call it the same number of times: it communicates.
+        Every rank must call it as often as the others: it communicates.
         """
         routes, slots = route_ngrams(self.comm, row_ids.cpu().numpy())
         own = self.block[routes.local_row_ids]
@@ -5422,7 +5461,7 @@ def row_adam(
     ngrams: Ngrams,
     plan: StepPlan,
 ) -> None:
-    """Updates `row_ids` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
+    """Updates rows of a table (N, w), by their distinct ids (n,) int32 and their gradients (n, w).
 
         moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
         update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
@@ -6607,41 +6646,6 @@ def read_saved(path: str | Path, fix: str) -> dict:
 
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
-
-
-def live_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns all tensors that training changes on this rank, except gradients and the table of n-grams; and
-    the signs, which a resumed run must share. Not copied.
-    """
-    optimizer.wait()
-    others = {"signs": model.signs}
-    if model.fp8_state:
-        others |= {"fp8_scales": model.fp8_state.scales, "weight_amax": model.fp8_state.weight_amax}
-    params = {name: param.state_dict() for name, param in optimizer.params.items()}
-    return {"params": params, "others": others}
-
-
-def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns a copy of live_state() in host memory."""
-    return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
-
-
-@torch.no_grad()
-def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Copies `state`, this rank's part, into the model and the optimizer, and gathers the parameters.
-
-    Drops gradients. A checkpoint's state also has the table of n-grams, if there is one, and the number of
-    steps.
-    """
-    live = live_state(model, optimizer)
-    optimizer.drop_grads()
-    if "ngrams" in state:
-        live["ngrams"] = optimizer.ngrams.state_dict()
-    for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live}), strict=True):
-        t.copy_(saved)
-    optimizer.gather_all()
-    if state.get("step"):
-        optimizer.last_plan = plan_step(model.cfg, state["step"] - 1)
 
 
 # A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with a file of each rank:
