@@ -40,10 +40,7 @@ def check_routes(routes, touched, rank, rows):
 
 def check_micro_batch(actual, read, plan, world_size):
     """Compares a micro-batch with what a loader has read, to which a Prefetcher adds segments and weights."""
-    segments = {
-        "inputs": tg.make_segments(read.inputs),
-        "hashed_rows": tg.make_segments(read.hashed_rows, read.sign_ids),
-    }
+    segments = {name: make(read) for name, make in tg.SEGMENT_MAKERS.items()}
     shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights], dtype=torch.float64)
     want = tensors_of(read._replace(segments=segments, loss_weights=shares))
     assert same_bits(tensors_of(actual), want)
@@ -58,7 +55,8 @@ def check_batches(rank, world_size, cfg):
     assert batches.peek() is None
     tables = {row.name: row for row in tg.used_specs(cfg) if row.kind == "embedding"}
     shapes = tg.param_shapes(cfg, world_size)
-    read_before = []
+    # By table and rank: the micro-batches since the table's last update.
+    since_update = {name: [[] for _ in alone] for name in tables}
     for step, batch in enumerate(built):
         plan = tg.plan_step(cfg, step)
         read = [loader.micro_batches(plan) for loader in alone]
@@ -66,15 +64,14 @@ def check_batches(rank, world_size, cfg):
         assert batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, read[rank], strict=True):
             check_micro_batch(actual, expected, plan, world_size)
-        if plan.is_update_step((2, 2)):
-            assert batch.routes.keys() == tables.keys()
-        else:
-            assert not batch.routes
-        for name, routes in batch.routes.items():
-            field = tables[name].rows_by
-            touched = [rows_of(before + now, field) for before, now in zip(read_before, read)]
-            check_routes(routes, touched, rank, shapes[name][0])
-        read_before = read
+        for name, row in tables.items():
+            for parts, now in zip(since_update[name], read):
+                parts += now
+            assert (name in batch.routes) == plan.is_update_step(row.update_every)
+            if name in batch.routes:
+                touched = [rows_of(parts, row.rows_by) for parts in since_update[name]]
+                check_routes(batch.routes[name], touched, rank, shapes[name][0])
+                since_update[name] = [[] for _ in alone]
     assert batch.position[0] == 1  # the second shard
     for loader in batches.loader, *alone:
         loader.close()
