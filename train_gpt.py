@@ -17,39 +17,40 @@ Results
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
 What you edit
-     2  Settings      tables of layers, parameters and stages; the other settings; the presets
-     3  Names         settings by the names that --set takes; the presets by theirs
-     4  Shapes        layers' scalars and gates; parameters' shapes and initial values
-     5  Schedule      plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
+     1  Settings      tables of layers, parameters and stages; the other settings; the presets
+     2  Shapes        layers' scalars and gates; parameters' shapes and initial values
+     3  Schedule      plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
 A step and the model
-     6  Helpers       a user's errors, labels in traces, compiled functions, dtypes, copies to the device
-     7  Step          what a batch holds; train_step, forward_backward, validate
-     8  Loop          train(), the timed loop around the step; warm-up, clock
-     9  Model         GPT: embeddings, layers, head
+     4  Helpers       errors that a user can fix, labels in traces, compiled functions, dtypes, copies to the
+                      device
+     5  Step          what a batch holds; train_step, forward_backward, validate
+     6  Loop          train(), the timed loop around the step; warm-up, clock
+     7  Model         GPT: embeddings, layers, head
 Operations, each in plain torch, some with a Triton kernel
-    10  Tools         what several kernels need, scalars on device and host, transposed copies
-    11  Linear        products with a bank's matrices, whose gradients go into main_grad
-    12  Layers        norm, sums of streams, rotary embedding, attention
-    13  FP8           scales, casts, products
-    14  MLP           squared ReLU
-    15  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
+     8  Linear        products with a bank's matrices, whose gradients go into main_grad
+     9  Layers        norm, sums of streams, rotary embedding, attention
+    10  FP8           scales, casts, products
+    11  MLP           squared ReLU
+    12  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
+    13  Row sums      of looked-up rows of tables, and of their gradients
+    14  Backend       the choice of operations, compilation, CUDA graphs
 Updates, spread over ranks
-    16  Collectives   of one process group
-    17  Optimizer     scatter, update and gather of all that is trained, in explicit orders; its state
-    18  Parameters    the objects that are updated: their gradients, updates and averages
-    19  Update rules  Adam and ANVIL, on one block
-    20  Touched rows  of tables: sums of rows, sums of their gradients, their exchange between ranks
-    21  N-grams       from tokens to rows of a table; the table, its update rule
+    15  Collectives   of one process group
+    16  Optimizer     scatter, update and gather of all that is trained, in explicit orders; its state
+    17  Parameters    the objects that are updated: their gradients, updates and averages
+    18  Update rules  Adam and ANVIL, on one block
+    19  Touched rows  which rows of tables a batch reads; the exchange of their gradients between ranks
+    20  N-grams       from tokens to rows of a table; the table, its update rule
 A run
-    22  Backend       the choice of operations, compilation, CUDA graphs
-    23  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
+    21  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
                       thread builds ahead
-    24  Command line  options
-    25  Checks        what settings must satisfy
-    26  Files         the log, saved models, checkpoints, what must be the same to resume a run
-    27  Run           processes; build, closing lines, samples; run() is the whole story
+    22  Overrides     settings by the names that --set takes; the presets by theirs
+    23  Command line  options
+    24  Checks        what settings must satisfy
+    25  Files         the log, saved models, checkpoints, what must be the same to resume a run
+    26  Run           processes; build, closing lines, samples; run() is the whole story
 
-`grep -n '^# *[0-9]*  ' train_gpt.py` lists the sections with their lines. For a step alone read plan_step,
+`grep -nE '^# [0-9]+  ' train_gpt.py` lists the sections with their lines. For a step alone read plan_step,
 train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(), prepare() and train().
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
@@ -64,7 +65,7 @@ The stream is the residual stream. It begins as x0, the smeared and normed embed
 0 n-grams are added. A bank is a stack of matrices of equal shape. A rank's block is the part of a parameter
 that the rank updates. The touched rows of a table are those that batches have looked up since its last
 update. After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
-optimizer of the banks, a descendant of Muon (section 19). MUDD (section 9) mixes earlier streams in, with
+optimizer of the banks, a descendant of Muon (section 18). MUDD (section 7) mixes earlier streams in, with
 weights that small MLPs compute for each token. Up to the untie step the token embedding embed is the
 transpose of lm_head.
 """
@@ -143,12 +144,12 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 
 
 # ============================================================================================================
-# 2  Settings. What a reader edits: tables of layers, parameters and stages, fields for the rest, and presets.
+# 1  Settings
 # ============================================================================================================
 
 DType = Literal["bfloat16", "float32", "float64"]
-Context = Literal["word", "above", "copy"]  # the keys of CONTEXTS (section 21)
-# The keys of KERNELS (section 22).
+Context = Literal["word", "above", "copy"]  # the keys of CONTEXTS (section 20)
+# The keys of KERNELS (section 14).
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. All others must be finite, and not
 # negative.
@@ -280,7 +281,7 @@ class ParamSpec:
     #   bank       a stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
     #              them to the layers; the backward of each product writes the gradient.
     #   embedding  a table in which each token looks up rows. GPT.trunk finds them in looked_up[NAME];
-    #              Optimizer.add_rows() adds their gradients.
+    #              Optimizer.add_row_grads() adds their gradients.
     kind: Literal["small", "head", "bank", "embedding"] = "small"
     # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
     # hashed_rows: bigram_embed's, and those of the n-gram table. To add an index, name it here, and add a
@@ -309,12 +310,12 @@ bank_spec = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", u
 # Gradients are exchanged in the order of these rows, but the n-grams' come first, and the small parameters'
 # last. Names are record 92's, where it has the parameter, and most numbers are.
 PARAMS = (
-    #         name              lr_mul wd_mul kind       rows_by        exchange
     bank_spec("qk_bank"),
     bank_spec("narrow_qk_bank"),
     bank_spec("vo_bank"),
     bank_spec("mlp_bank", matrix_lr_mul=(1.0, 2.0)),  # of fc and proj
     # ve_gate_bank and pointer_bank are stacks of matrices, too, but small: their kind is not "bank".
+    #         name              lr_mul wd_mul kind       rows_by        exchange
     ParamSpec("scalars",          5.00,   0, dtype="float32"),
     ParamSpec("smear_gate",       0.01,   0),
     ParamSpec("ve_gate_bank",     1.00,   1),
@@ -400,7 +401,7 @@ class Ngrams:
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
     wd: float = 0.025
-    # Each gives a token one more row (section 21). word: chosen by the word so far; above: by the byte above
+    # Each gives a token one more row (section 20). word: chosen by the word so far; above: by the byte above
     # the next one, in the line before; copy: by what followed the same tokens earlier. word and above are for
     # bytes. Without orders there are none.
     contexts: tuple[Context, ...] = ()
@@ -440,8 +441,8 @@ class Config:
 
     A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
     ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
-    used; the main ones are in section 4 (initial values, GATE_DIM, MUDD_SCALE), ROTARY_BASE and YARN_* (9),
-    FP8_* (13), PROB_FLOOR (15), ANVIL_MAPS (19), ROW_EPS and COPY_LENGTHS (21), and untie_step() (5).
+    used; the main ones are in section 2 (initial values, GATE_DIM, MUDD_SCALE), untie_step() (3), ROTARY_BASE
+    and YARN_* (7), FP8_* (10), PROB_FLOOR (12), ANVIL_MAPS (18), ROW_EPS and COPY_LENGTHS (20).
     """
 
     # ---- Data and goal.
@@ -481,7 +482,7 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 15).
+    # softmax (section 12).
     pointer_dim: int = 128  # the width of its queries and keys; 0: there is no pointer
     pointer_window: Positive = 2560  # how many tokens it looks back in training
     pointer_val_window: Positive = 16384  # and in validation and samples
@@ -534,7 +535,7 @@ class Config:
     # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
-    # ANVIL, for the banks (section 19).
+    # ANVIL, for the banks (section 18).
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -586,6 +587,11 @@ class Config:
         return [0, *accumulate(stage.steps for stage in self.stages[:-1])]
 
     @property
+    def num_value_tables(self) -> int:
+        """The number of layers that have a value embedding, each its own part of value_embeds."""
+        return sum(layer.value for layer in self.layers)
+
+    @property
     def copy_gate_column(self) -> int:
         """The head's column that says how much the copy pointer counts: the first one of padding."""
         return self.vocab_size
@@ -605,6 +611,7 @@ TWO_CORES = replace(
     val_slices=128,
     head_dim=32,
     mix_groups=4,
+    bigram_vocab_size=16384,  # used with --set ngrams.orders=, when bigram_embed is in the place of n-grams
     window_unit=16,
     softcap=Softcap(30.0, 0.0, 7.5),  # symmetric: on bytes the record's raises the loss (docs/settings.md)
     attn_scale=0.25,
@@ -613,6 +620,8 @@ TWO_CORES = replace(
     attention_cap=0,
     # A third of such a small step is the cost of many small operations, so there are few micro-batches.
     microbatches=2,
+    cooldown_frac=0.4,
+    late_updates_from=46,
     # Without a GPU: plain torch, in fp32; with AMX, the MLPs' products in bf16 (bf16_mlp).
     device="cpu",
     dtype="float32",
@@ -649,7 +658,6 @@ CPU = replace(
         lr=0.35,
         contexts=("word", "above", "copy"),
     ),
-    bigram_vocab_size=16384,  # used with --set ngrams.orders=, when bigram_embed is in the place of n-grams
     # On this text XSA and the pointer raise the loss (docs/settings.md). On others that is not sure.
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),
     pointer_dim=0,
@@ -664,8 +672,6 @@ CPU = replace(
         Stage(13, 4096, 512, Windows(6, 13), 1.00),
     ),
     # fmt: on
-    cooldown_frac=0.4,
-    late_updates_from=46,
     momentum_warmup=72,
     momentum_cooldown=13,
     two_momenta_from=72,
@@ -706,7 +712,6 @@ WORDS = replace(
         lr=0.56,
         contexts=("copy",),
     ),
-    bigram_vocab_size=16384,
     # The schedule, for 170 steps. So short a run learns more from the next token alone than from later ones
     # and prefixes. Only the last stage computes the logits of all columns.
     # fmt: off
@@ -718,8 +723,6 @@ WORDS = replace(
         Stage(11, 2048, 512, Windows(6, 13), 1.00),
     ),
     # fmt: on
-    cooldown_frac=0.4,
-    late_updates_from=46,
     momentum_warmup=68,
     momentum_cooldown=12,
     two_momenta_from=68,
@@ -737,188 +740,12 @@ WORDS = replace(
     bank_lr=0.018,
 )
 
-# A new preset goes here. PRESETS (section 3) has them by name, each rescaled by its `length`.
+# A new preset goes here. PRESETS (section 22) has them by name, each rescaled by its `length`.
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
 # ============================================================================================================
-# 3  Names. Settings by the names that --set takes; the presets by theirs.
-# ============================================================================================================
-
-
-class SettingType(NamedTuple):
-    """Which values a setting takes, as the annotation of its dataclass field says."""
-
-    type: type  # bool, int, float or str
-    low: float = 0
-    high: float = sys.float_info.max
-    choices: tuple = ()  # the only values, if there are any
-    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
-    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
-
-    def parse(self, text: str, name: str):
-        """Returns the value that --set name=text gives."""
-        if self.size is None:
-            return self.parse_one(text, name)
-        parts = [part for part in text.split(",") if part]
-        require(self.size in (0, len(parts)), f"--set {name}={text}: give {self.size} values")
-        return tuple(self.parse_one(part, name) for part in parts)
-
-    def parse_one(self, text: str, name: str):
-        choices = {str(choice).lower(): choice for choice in self.choices}
-        try:
-            value = choices[text.lower()] if choices else self.type(text)
-        except (KeyError, ValueError):
-            number = "a whole number" if self.type is int else "a number"
-            kinds = " or ".join(filter(None, choices)) or number
-            raise UserError(f"--set {name}={text}: give {kinds}") from None
-        end = "on" if self.high == sys.float_info.max else f"to {self.high:g}"
-        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} {end}")
-        return value
-
-    def allows(self, value) -> bool:
-        """True if the setting, or a part of a tuple, can have this value."""
-        if self.choices:
-            return value in self.choices
-        if self.type is str:
-            return isinstance(value, str)
-        is_number = isinstance(value, int) or self.type is float and isinstance(value, float)
-        return is_number and self.low <= value <= self.high  # NaN is never between
-
-
-@cache
-def setting_type(hint) -> SettingType:
-    """Returns the SettingType of an annotation."""
-    args = typing.get_args(hint)
-    origin = typing.get_origin(hint)
-    if origin is tuple:
-        return setting_type(args[0])._replace(size=0 if Ellipsis in args else len(args))
-    if origin is Annotated:
-        number, low, high, *rescaled = args
-        return SettingType(number, low, high, rescaled="".join(rescaled))
-    if origin is Literal:
-        return SettingType(type(args[0]), choices=args)
-    return SettingType(hint, choices=(True, False) if hint is bool else ())
-
-
-@cache  # get_type_hints evaluates every annotation anew
-def setting_hints(table) -> dict[str, typing.Any]:
-    """Returns the annotations of a dataclass's fields, in order."""
-    return typing.get_type_hints(table, globals(), include_extras=True)
-
-
-def row_type(hint):
-    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
-    if typing.get_origin(hint) is tuple:
-        hint = typing.get_args(hint)[0]
-    return hint if dataclasses.is_dataclass(hint) else None
-
-
-def rows_of(value, name: str) -> dict[str, typing.Any]:
-    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
-    name. A group of settings is one row, of the group's name.
-    """
-    if not isinstance(value, tuple):
-        return {name: value}
-    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
-
-
-def flatten_settings(group, path: str = "") -> dict[str, tuple[typing.Any, SettingType]]:
-    """Returns the value and the SettingType of every setting of a config, or of a part of it, by its name in
-    --set: "stages.0.steps".
-    """
-    settings = {}
-    for name, hint in setting_hints(group.__class__).items():
-        value = getattr(group, name)
-        if row_type(hint) is None:
-            settings[path + name] = value, setting_type(hint)
-            continue
-        for row_name, row in rows_of(value, path + name).items():
-            settings |= flatten_settings(row, f"{row_name}.")
-    return settings
-
-
-def replace_settings(group, values: dict[str, typing.Any], path: str = ""):
-    """Returns a copy of a config, or of a part of it, with `values` by the names of flatten_settings()."""
-    fields = {}
-    for name, hint in setting_hints(group.__class__).items():
-        value = getattr(group, name)
-        if row_type(hint) is None:
-            fields[name] = values.get(path + name, value)
-            continue
-        rows = [
-            replace_settings(row, values, f"{row_name}.")
-            for row_name, row in rows_of(value, path + name).items()
-        ]
-        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
-    return type(group)(**fields)
-
-
-# Names, also of preset and track, and a parameter's kind and rows_by are the script's: --set cannot change
-# them.
-FIXED_SETTINGS = ("preset", "track", "name", "kind", "rows_by")
-
-
-def override(cfg: Config, setting: str) -> Config:
-    """Returns `cfg` with one "name=value" applied.
-
-    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
-    stages.*.windows.long=9, params.embed.lr_mul=2.
-    """
-    pattern, eq, text = setting.partition("=")
-    require(eq, f"--set {setting}: write name=value")
-    settings = flatten_settings(cfg)
-    names = fnmatch.filter(settings, pattern)
-    if not names:
-        near = [*difflib.get_close_matches(pattern, settings), "another script"]
-        file = Path(__file__).name
-        raise UserError(f"--set {pattern}: {file} has no such setting; did you mean {', or '.join(near)}?")
-    values = {}
-    for name in names:
-        require(
-            name.split(".")[-1] not in FIXED_SETTINGS,
-            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
-        )
-        value_type = settings[name][1]
-        values[name] = value_type.parse(text, name)
-    new = replace_settings(cfg, values)
-    return rescale(new, new.length / cfg.length)
-
-
-def with_settings(cfg: Config, settings: Iterable[str]) -> Config:
-    """Returns `cfg` with "name=value" settings applied, in order."""
-    for setting in settings:
-        cfg = override(cfg, setting)
-    return cfg
-
-
-def rescale(cfg: Config, factor: float) -> Config:
-    """Returns `cfg` with `factor` times as many Steps, and TickRates by which averages forget over as many
-    times more ticks.
-    """
-
-    def scaled(steps: int) -> int:
-        return max(1, round(steps * factor)) if steps else 0
-
-    if factor == 1:
-        return cfg
-    values = {}
-    for name, (value, value_type) in flatten_settings(cfg).items():
-        if value_type.rescaled == "rate":
-            values[name] = 1 - (1 - value) ** (1 / factor)
-        elif value_type.rescaled == "steps" and isinstance(value, tuple):
-            values[name] = tuple(scaled(steps) for steps in value)
-        elif value_type.rescaled == "steps":
-            values[name] = scaled(value)
-    return replace_settings(cfg, values)
-
-
-PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in ALL_PRESETS}
-
-
-# ============================================================================================================
-# 4  Shapes. Layers' scalars, gates, and outputs of MUDD; of every row of PARAMS the shape and the initial
-#    value, a line of param_inits().
+# 2  Shapes
 # ============================================================================================================
 
 # ---- Layers' scalars, gates, and outputs of MUDD -----------------------------------------------------------
@@ -930,9 +757,10 @@ PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in 
 #       + gated x0 + gated n-grams
 #   x = resid_mlp x + post_mlp (the sum of mlp(norm(x)) over the layer's MLPs)
 #
-# To add one, add it here and in used_scalars(), and use w.scalars["my_scalar"] by weighted_sum(), which
-# casts: it is (1, 1), in compiled code (T, 1). Models saved before have other shapes then. One with a switch
-# is a row of PARAMS instead, of the shape (L if cfg.my_switch else 0,).
+# Each layer has them all, also those of parts that it lacks. To add one, add it here and use
+# w.scalars["my_scalar"] by weighted_sum(), which casts: it is (1, 1), in compiled code (T, 1). This changes
+# the parameter's shape, so models that were saved before do not load. A scalar with a switch is a row of
+# PARAMS instead, of the shape (L if cfg.my_switch else 0,).
 LAYER_SCALARS = {
     "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so only v feels qkv
     "resid_lambdas": {"resid_attention": 1.0488, "resid_mlp": 1.0488},  # sqrt(1.1), as the record rounds it
@@ -941,25 +769,6 @@ LAYER_SCALARS = {
 SCALAR_COLUMNS = list(chain.from_iterable(LAYER_SCALARS.values()))  # their names
 # The numbers at the end of the parameter `scalars`, and their initial values.
 MODEL_SCALARS = {"smear": 0.0, "skip": -1.5}  # skip: before its sigmoid
-
-
-def used_scalars(cfg: Config) -> list[dict[str, bool]]:
-    """Returns for each layer which of SCALAR_COLUMNS it reads."""
-    used = []
-    for layer in cfg.layers:
-        attends = bool(layer.attention)
-        flags = {
-            "qkv": attends,
-            "out": attends,
-            "resid_attention": True,  # without effect if nothing is added before the MLPs, as in layer 6
-            "resid_mlp": True,
-            "post_attention": attends,
-            "post_mlp": layer.mlps > 0,
-        }
-        if layer.mudd:  # which computes these for each token
-            flags |= dict.fromkeys(MUDD_SCALARS, False)
-        used.append(flags)
-    return used
 
 
 # The parameters of two small MLPs are stacked along their first axis.
@@ -990,27 +799,25 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
 
     The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it. The order of columns is record 92's.
+    skip_from, and serves the layers after it. The columns are in record 92's order: those of xsa, of outputs,
+    and then all others by layer.
     """
     early: list[Gate] = []
     late: list[Gate] = []
-    layer_tables = []  # each layer's number, the layer itself, and the table of its gates
     for i, layer in enumerate(cfg.layers):
         table = late if i > cfg.skip_from else early
-        layer_tables.append((i, layer, table))
-    for i, layer, table in layer_tables:
         if layer.xsa:
             table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
-    for i, layer, table in layer_tables:
         if layer.gate:
             table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
-    for i, layer, table in layer_tables:
         if layer.x0:
             table.append(Gate("x0", i, columns=1, bias=0.0))
         if layer.ngram:
             table.append(Gate("ngram", i, columns=1, bias=0.5))
     if cfg.skip_to < len(cfg.layers):
         late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    for table in early, late:
+        table.sort(key=lambda gate: {"xsa": 0, "output": 1}.get(gate.use, 2))
     return early, late
 
 
@@ -1043,8 +850,7 @@ def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
     """Returns the streams that lm_head_input adds, by the names that GPT.trunk saves them under, and of each
     the initial bias of its weight, divided by MUDD_SCALE.
     """
-    num_value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    values = {f"value {i}": 0.0 for i in range(num_value_tables)}
+    values = {f"value {i}": 0.0 for i in range(cfg.num_value_tables)}
     # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
     # (PR 140).
     before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
@@ -1115,7 +921,6 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     num_narrow = sum(layer.narrow_qk for layer in attending)
     num_wide = len(attending) - num_narrow
     num_mlps = sum(layer.mlps for layer in cfg.layers)
-    num_value_tables = sum(layer.value for layer in attending)
     num_value_gates = sum(layer.value and not layer.mudd for layer in attending)
     bigram_rows = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
     # The mix before the head weighs each stream as a whole and by groups of its channels.
@@ -1152,7 +957,7 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
         "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
         "lm_head": ((d, V), normal(0.005)),
         "bigram_embed": ((bigram_rows, d), zeros),
-        "value_embeds": ((V, num_value_tables, d), normal(0.01)),
+        "value_embeds": ((V, cfg.num_value_tables, d), normal(0.01)),
         "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
     }
 
@@ -1188,7 +993,7 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
 
 
 # ============================================================================================================
-# 5  Schedule. Pure functions of the settings and the step.
+# 3  Schedule: pure functions of the settings and the step
 # ============================================================================================================
 
 
@@ -1375,8 +1180,7 @@ def warmup_ranges(cfg: Config) -> list[range]:
 
 
 # ============================================================================================================
-# 6  Helpers. A user's errors; labels in traces; compiled functions; dtypes; nests of tensors, packed for one
-#    copy.
+# 4  Helpers
 # ============================================================================================================
 
 
@@ -1516,9 +1320,58 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
     return map_tensors(moved, packed)
 
 
+# ---- Scalars, transposes, columns --------------------------------------------------------------------------
+
+
+@cache
+def device_scalar(value: float, device: torch.device) -> Tensor:
+    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    return torch.full((), value, device=device)
+
+
+def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """Returns a 0-d tensor on the CPU of what changes by step, so that compiled code does not recompile."""
+    return torch.tensor(value, dtype=dtype)
+
+
+@compiled
+def write_transpose(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
+
+
+# ---- What several kernels use ------------------------------------------------------------------------------
+
+# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
+# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
+# on one H200.
+
+
+@jit
+def load_fp32(ptrs, mask):
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def tile_offsets(rows, cols, M, N):
+    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
+    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return offs, (rows[:, None] < M) & (cols[None, :] < N)
+
+
 # ============================================================================================================
-# 7  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
-#    Segments and RowRoutes are in section 20.
+# 5  Step: the same code for the warm-up and the timed run. Segments and RowRoutes are in section 19.
 # ============================================================================================================
 
 
@@ -1534,7 +1387,7 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some documents, one after the other: what one forward and backward takes. Section 23 makes it on the
+    """Some documents, one after the other: what one forward and backward takes. Section 21 makes it on the
     host.
     """
 
@@ -1597,7 +1450,7 @@ def train_step(
         )
         for param in optimizer.params.values():
             param.end_backward()  # banks and lm_head add from here on; tables always add
-        optimizer.add_rows(row_grads, segments, model.signs)
+        optimizer.add_row_grads(row_grads, segments, model.signs)
         # Only the logged loss is a mean over tokens; gradients are of the sum.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
@@ -1670,13 +1523,39 @@ def validate(
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(int32(EMPTY_INT32))  # no rows: the call is collective
+            model.ngrams.fetch(torch.empty(0, dtype=torch.int32))  # no rows: the call is collective
     return comm.all_reduce(losses).wait().mean().item()
 
 
 # ============================================================================================================
-# 8  Loop. train(), the timed loop around the step; warm-up; the clock; reading losses without waiting.
+# 6  Loop
 # ============================================================================================================
+
+
+class Training(NamedTuple):
+    """What the warm-up and the timed loop work with."""
+
+    data: Dataset
+    model: GPT
+    optimizer: Optimizer
+    val: ValLoader
+    loader_comm: Collectives  # of the thread that builds batches
+
+
+class Progress(NamedTuple):
+    """How far a run has come; a checkpoint holds it."""
+
+    step: int = 0
+    train_ms: float = 0.0
+    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after that step
+
+
+class Checkpoints(NamedTuple):
+    """Which checkpoints a run writes."""
+
+    folder: Path
+    task: dict  # task_of()'s
+    steps: Container[int]  # after these steps, counted from 1
 
 
 def train(
@@ -1758,32 +1637,6 @@ def log_validation(
     return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
 
 
-class Training(NamedTuple):
-    """What the warm-up and the timed loop work with."""
-
-    data: Dataset
-    model: GPT
-    optimizer: Optimizer
-    val: ValLoader
-    loader_comm: Collectives  # of the thread that builds batches
-
-
-class Progress(NamedTuple):
-    """How far a run has come; a checkpoint holds it."""
-
-    step: int = 0
-    train_ms: float = 0.0
-    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after that step
-
-
-class Checkpoints(NamedTuple):
-    """Which checkpoints a run writes."""
-
-    folder: Path
-    task: dict  # task_of()'s
-    steps: Container[int]  # after these steps, counted from 1
-
-
 def warm_up(training: Training) -> None:
     """Runs a step of every kind, so that nothing is compiled on the clock, and device buffers exist; then
     restores all.
@@ -1834,7 +1687,8 @@ class Clock:
     def __init__(self, ms: float = 0.0):
         self.began = self.synchronized() - ms / 1000
 
-    def synchronized(self) -> float:
+    @staticmethod
+    def synchronized() -> float:
         """Waits until the device has done all its work. Returns the time in seconds."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -1883,7 +1737,7 @@ class AsyncLoss:
 
 
 # ============================================================================================================
-# 9  Model. GPT with its embeddings, layers and head; functions of its forward.
+# 7  Model
 # ============================================================================================================
 
 
@@ -1949,7 +1803,6 @@ class GPT(nn.Module):
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.loss_share = loss_share(cfg, world_size)
         self.gate_table = gate_table(cfg)
-        self.small_mlp_biases = small_mlp_biases(cfg)
         self.lm_head_streams = list(lm_head_stream_biases(cfg))
         self.register_parameters(world_size)
         self.register_constants()
@@ -1992,13 +1845,6 @@ class GPT(nn.Module):
         # Each token's longest prefix, by prefix_table(); until that is built no token has one.
         self.longest_prefix = torch.full((cfg.padded_vocab,), -1, device=device)
         self.copy_gate_column = torch.tensor([cfg.copy_gate_column], device=device)
-        # The names of the scalars that each layer reads, and their places in layer_scalars()' table.
-        self.scalar_names = []
-        flags = []
-        for used in used_scalars(cfg):
-            self.scalar_names.append([name for name in SCALAR_COLUMNS if used[name]])
-            flags.append([used[name] for name in SCALAR_COLUMNS])
-        self.scalar_places = torch.tensor(flags).flatten().nonzero()[:, 0].to(device)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -2018,8 +1864,8 @@ class GPT(nn.Module):
 
         From a table of tokens each token's row, (T, ...); from bigram_embed or the n-grams sums of rows, (T,
         width). In training, rows of n-grams are in NgramTable.cache, and the backward leaves gradients in the
-        `grad` of what the layers have read, which add_rows() adds to the tables. Otherwise rows of n-grams
-        are fetched here.
+        `grad` of what the layers have read, which add_row_grads() adds to the tables. Otherwise rows of
+        n-grams are fetched here.
         """
         found = {self.ngram_key: self.ngram_sums(micro_batch, training)}
         for name in self.token_embeddings:
@@ -2144,7 +1990,7 @@ class GPT(nn.Module):
                 streams["backout"] = x
                 streams["normed backout"] = norm(x)
         lm_head_streams = [streams[name] for name in self.lm_head_streams]
-        return lm_head_input(x, self.mudd_weights(TO_LM_HEAD, x), lm_head_streams)
+        return lm_head_input(x, self.stream_weights(TO_LM_HEAD, x), lm_head_streams)
 
     def layer_weights(
         self, banks: dict[str, Bank], value_embeds: Sequence[Tensor], fp8_operands: FP8Operands | None, T: int
@@ -2190,26 +2036,23 @@ class GPT(nn.Module):
         return layers
 
     def layer_scalars(self, T: int) -> list[dict[str, Tensor]]:
-        """Returns each layer's scalars, (T or 1, 1), by their names; those that it reads.
+        """Returns each layer's scalars, (T or 1, 1), by their names.
 
         In compiled code they are repeated for every token, so that one sum over the tokens gives the
-        gradients of all; elsewhere they are (1, 1). They are taken by one index: slices would be copied one
-        by one in compiled code.
+        gradients of all; elsewhere they are (1, 1).
         """
+        L = len(self.cfg.layers)
         columns = []
         for name in LAYER_SCALARS:
             param = getattr(self, name)
             if name == "scalars":
                 param = param[: -len(MODEL_SCALARS)]
-            columns.append(param.view(len(self.scalar_names), -1))
-        table = torch.cat(columns, dim=1)
-        read = table.flatten()[self.scalar_places].view(-1, 1, 1)
+            columns.append(param.view(L, -1))
+        table = torch.cat(columns, dim=1)  # (L, scalars)
         repeats = T if torch.compiler.is_compiling() else 1
-        remaining = iter(read.expand(-1, repeats, 1).unbind())
-        layers = []
-        for names in self.scalar_names:
-            layers.append({name: next(remaining) for name in names})
-        return layers
+        # One unbind for all: slices would be copied one by one in compiled code.
+        scalars = iter(table.view(-1, 1, 1).expand(-1, repeats, 1).unbind())
+        return [{name: next(scalars) for name in SCALAR_COLUMNS} for _ in range(L)]
 
     def mudd_connections(
         self, x: Tensor, w: LayerWeights, streams: dict[str, Tensor]
@@ -2219,7 +2062,7 @@ class GPT(nn.Module):
         Returns the layer's stream; its weights, with other values and with scalars for each token; and what
         is added to the stream with attention's output.
         """
-        outputs = self.mudd_weights(TO_LAYER, x)[:, :, None]  # (weights, T, 1)
+        outputs = self.stream_weights(TO_LAYER, x)[:, :, None]  # (weights, T, 1)
         weights = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
         first, backout = streams["first"], streams["backout"]
         left, right = w.value_embed.chunk(2, 1)
@@ -2303,9 +2146,7 @@ class GPT(nn.Module):
         # gradients of h, fc and proj.
         h = h.to(mlp_dtype)
         for fc, proj, fp8 in w.mlps:
-            fc_matrix = fc.w.to(mlp_dtype)
-            proj_matrix = proj.w.to(mlp_dtype)
-            y = MLP.apply(h, (fc, proj), fc_matrix, proj_matrix, self.backend, fp8)
+            y = MLP.apply(h, (fc, proj), fc.w.to(mlp_dtype), proj.w.to(mlp_dtype), self.backend, fp8)
             outputs.append((w.scalars["post_mlp"], y.to(dtype)))
         return outputs
 
@@ -2316,22 +2157,24 @@ class GPT(nn.Module):
         table = self.gate_table[which]
         if not table:
             return {}
-        biases = self.mudd_gate_b2[which, : len(self.small_mlp_biases["mudd_gate"][which])]
+        columns = [gate.columns for gate in table]
+        biases = self.mudd_gate_b2[which, : sum(columns)]
         w1 = w2 = None
         if self.cfg.mudd_gates:
             w1 = self.mudd_gate_w1[which]
             w2 = self.mudd_gate_w2[which, : len(biases)]
         outputs = (self.mudd_gate_scale.to(u.dtype) * small_mlp(u, w1, w2, biases)).T  # (T, all columns)
-        parts = outputs.split([gate.columns for gate in table], 1)
+        parts = outputs.split(columns, 1)
         return {(gate.use, gate.layer): part for gate, part in zip(table, parts)}
 
-    def mudd_weights(self, which: int, u: Tensor) -> Tensor:
+    def stream_weights(self, which: int, u: Tensor) -> Tensor:
         """Returns the weights of streams, (k, T), that one of the two MLPs "mudd" computes from u (T, d); (k,
         1) without Config.mudd_weights.
 
         TO_LM_HEAD: a weight for each stream, with a bias, then mix_groups for each stream, without.
         """
-        biases = self.mudd_b2[which, : len(self.small_mlp_biases["mudd"][which])]
+        outputs = self.lm_head_streams if which == TO_LM_HEAD else MUDD_OUTPUTS
+        biases = self.mudd_b2[which, : len(outputs)]
         if which == TO_LM_HEAD:
             biases = F.pad(biases, (0, self.cfg.mix_groups * len(biases)))
         w1 = w2 = None
@@ -2492,12 +2335,10 @@ class GPT(nn.Module):
         exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
         freq = (1 / ROTARY_BASE) ** exponents  # radians a position
         scale = cfg.narrow_attn_scale if layer.narrow_qk else cfg.attn_scale
-        windows = [window_tokens(cfg, each.windows)[layer.window] for each in cfg.stages]
+        windows = [window_tokens(cfg, row.windows)[layer.window] for row in cfg.stages]
         for old, new in zip(windows[:stage], windows[1:]):  # each change of windows up to this stage
             turns = old * freq / (2 * math.pi)
             ratio = old / new
-            # Below the first number of turns in a window a frequency stretches with it, above the second it
-            # stays.
             least, most = YARN_TURNS
             keep = ((turns - least) / (most - least)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
@@ -2529,133 +2370,8 @@ def rotary_kind(layer: Layer) -> tuple:
     return layer.window, layer.narrow_qk
 
 
-def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-    """Adds to each token's embedding (T, d) a gated share of the one before, also of another document's.
-
-    gate (1, GATE_DIM); scale 0-d. Attention would spend a head on it (PR 130).
-    """
-    share = scale * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], gate))  # (T - 1, 1)
-    return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
-
-
-def shift_keys(k: Tensor) -> Tensor:
-    """Takes the second half of each key (T, H, D) from the token before, also of another document; token 0
-    keeps its own.
-
-    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
-    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
-    """
-    rotated, passthrough = k.chunk(2, dim=-1)
-    return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
-
-
-def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
-    """Removes from each head's output y the share tanh(xsa) of its component along the token's own value v.
-
-    y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
-    own content anyway.
-    """
-    # Upcast the products: of upcast factors compiled code would keep fp32 copies. It computes these products
-    # in fp32 anyway.
-    square = upcast(v.square()).sum(-1, keepdim=True)
-    along = upcast(y * v).sum(-1, keepdim=True) / square.clamp_min(1e-8)
-    return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
-
-
-def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
-    """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
-
-    weights (n + n * groups, T or 1): n by stream; then n * groups by group of channels, which are added to
-    the stream's weight.
-    """
-    n = len(streams)
-    by_stream, by_group = weights[:n], weights[n:].unflatten(0, (n, -1))  # (n, T), (n, groups, T)
-    scales = (by_stream[:, None] + by_group).mT[..., None]  # (n, T, groups, 1)
-    groups = scales.size(2)
-    terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
-    for scale, stream in zip(scales, streams):
-        terms.append((scale, stream.unflatten(1, (groups, -1))))
-    # Norm even when compiled: its backward needs only its result. rms_norm's would run weighted_sum() again.
-    return Norm.apply(weighted_sum(terms).flatten(1))
-
-
 # ============================================================================================================
-# 10  Tools. What several kernels need; scalars on device and host; transposed copies, sums into columns.
-# ============================================================================================================
-
-# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
-# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
-# on one H200.
-
-
-@jit
-def load_fp32(ptrs, mask):
-    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
-def tile_offsets(rows, cols, M, N):
-    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
-    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    return offs, (rows[:, None] < M) & (cols[None, :] < N)
-
-
-@jit
-def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
-    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
-
-    Sums are fp32. Rows beyond M and N wrap around, so that loads stay inside a and b. The caller's mask drops
-    their products.
-    """
-    k = tl.arange(0, BLOCK_K)
-    left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
-    right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-        right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
-        left += BLOCK_K * a_k
-        right += BLOCK_K * b_k
-    return total
-
-
-@cache
-def device_scalar(value: float, device: torch.device) -> Tensor:
-    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
-    return torch.full((), value, device=device)
-
-
-def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """Returns a 0-d tensor on the CPU of what changes by step, so that compiled code does not recompile."""
-    return torch.tensor(value, dtype=dtype)
-
-
-@compiled
-def write_transpose(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
-
-
-def transposed_copy(x: Tensor) -> Tensor:
-    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    write_transpose(out := x.new_empty(x.T.shape), x)
-    return out
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
-        out[:, columns.long()] += x
-    else:
-        out.index_add_(1, columns, x)
-
-
-# ============================================================================================================
-# 11  Linear. Products with a bank's matrices, whose backwards write the weights' gradients into main_grad.
+# 8  Linear: products with a bank's matrices, whose backwards write the weights' gradients into main_grad
 # ============================================================================================================
 
 
@@ -2725,11 +2441,13 @@ class BankMatrix(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """Computes linear(). The matrix w is an argument beside its BankMatrix: autograd sees only tensors."""
+    """Computes linear(). The weight w is an argument beside its BankMatrix, because autograd sees only
+    tensors.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, w, transposed):
-        ctx.weight, ctx.transposed = weight, transposed
+    def forward(ctx, x, matrix, w, transposed):
+        ctx.matrix, ctx.transposed = matrix, transposed
         ctx.save_for_backward(x, w)
         return x @ w if transposed else F.linear(x, w)
 
@@ -2737,20 +2455,21 @@ class Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         if ctx.transposed:
-            return F.linear(dy, w), None, ctx.weight.deliver_grad(x, dy), None
-        return dy @ w, None, ctx.weight.deliver_grad(dy, x), None
+            return F.linear(dy, w), None, ctx.matrix.deliver_grad(x, dy), None
+        return dy @ w, None, ctx.matrix.deliver_grad(dy, x), None
 
 
-def linear(x: Tensor, weight: BankMatrix, transposed: bool = False) -> Tensor:
-    """Returns x w^T (T, rows), for x (T, cols) and a matrix of a bank; transposed: x w, for x (T, rows), as
-    relu_square() says of other activations."""
-    return Linear.apply(x, weight, weight.w, transposed)
+def linear(x: Tensor, matrix: BankMatrix, transposed: bool = False) -> Tensor:
+    """Returns x w^T (T, rows), for x (T, cols) and w of a bank. transposed: returns x w (T, cols), for x (T,
+    rows). MLPs with another activation use it (see relu_square).
+    """
+    return Linear.apply(x, matrix, matrix.w, transposed)
 
 
 # ============================================================================================================
-# 12  Layers. Sections 12 to 15 and 20 have of each operation its formula, its form in plain torch and, if it
+# 9  Layers. Sections 12 to 15 and 20 have of each operation its formula, its form in plain torch and, if it
 #    has one, its Triton kernel with the function that launches it, which takes the plain form's arguments.
-#    The Backend (section 22) chooses between both. norm, weighted_sum and rotate have no kernels, and choose
+#    The Backend (section 14) chooses between both. norm, weighted_sum and rotate have no kernels, and choose
 #    between two forms in plain torch by themselves.
 # ============================================================================================================
 
@@ -2874,6 +2593,59 @@ def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     q = q.reshape(2 * T, heads // 2, -1)
     k = k.reshape(2 * T, heads // 2, -1)
     return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # reshape() copies in compiled code
+
+
+# ---- The smear, shifted keys, XSA, the last mix ------------------------------------------------------------
+
+
+def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
+    """Adds to each token's embedding (T, d) a gated share of the one before, also of another document's.
+
+    gate (1, GATE_DIM); scale 0-d. Attention would spend a head on it (PR 130).
+    """
+    share = scale * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], gate))  # (T - 1, 1)
+    return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
+
+
+def shift_keys(k: Tensor) -> Tensor:
+    """Takes the second half of each key (T, H, D) from the token before, also of another document; token 0
+    keeps its own.
+
+    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
+    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
+    """
+    rotated, passthrough = k.chunk(2, dim=-1)
+    return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
+
+
+def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
+    """Removes from each head's output y the share tanh(xsa) of its component along the token's own value v.
+
+    y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
+    own content anyway.
+    """
+    # Upcast the products: of upcast factors compiled code would keep fp32 copies. It computes these products
+    # in fp32 anyway.
+    square = upcast(v.square()).sum(-1, keepdim=True)
+    along = upcast(y * v).sum(-1, keepdim=True) / square.clamp_min(1e-8)
+    return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
+
+
+def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
+    """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
+
+    weights (n + n * groups, T or 1): n by stream; then n * groups by group of channels, which are added to
+    the stream's weight.
+    """
+    n = len(streams)
+    by_stream, by_group = weights[:n], weights[n:].unflatten(0, (n, -1))  # (n, T), (n, groups, T)
+    scales = (by_stream[:, None] + by_group).mT[..., None]  # (n, T, groups, 1)
+    groups = scales.size(2)
+    terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
+    for scale, stream in zip(scales, streams):
+        terms.append((scale, stream.unflatten(1, (groups, -1))))
+    # Norm even when compiled: its backward needs only its result. rms_norm's would run weighted_sum() again.
+    return Norm.apply(weighted_sum(terms).flatten(1))
 
 
 # ---- Attention ---------------------------------------------------------------------------------------------
@@ -3000,7 +2772,7 @@ def flash_attention(
 
 
 # ============================================================================================================
-# 13  FP8. Scales, casts, products.
+# 10  FP8. Scales, casts, products.
 #
 # A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
 # * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
@@ -3148,6 +2920,12 @@ def fp8_matmul(
     return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
 
 
+def transposed_copy(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    write_transpose(out := x.new_empty(x.T.shape), x)
+    return out
+
+
 def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), a copy of the same bytes.
 
@@ -3226,15 +3004,15 @@ class FP8State:
 
 
 # ============================================================================================================
-# 14  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
+# 11  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
 # ============================================================================================================
 
 
 class MLP(torch.autograd.Function):
     """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
 
-    weights: the BankMatrix of fc and that of proj, for their main_grad. fc_w and proj_w: both matrices, as
-    arguments that autograd sees.
+    matrices: the BankMatrix of fc and that of proj, which take the gradients. fc_w and proj_w: their weights,
+    as arguments that autograd sees.
 
     relu_square() says how to write another activation.
 
@@ -3243,8 +3021,8 @@ class MLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h, weights, fc_w, proj_w, backend, fp8):
-        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
+    def forward(ctx, h, matrices, fc_w, proj_w, backend, fp8):
+        ctx.matrices, ctx.backend, ctx.fp8 = matrices, backend, fp8
         if fp8 is None:
             square = backend.relu_square(h, fc_w)
             ctx.save_for_backward(h, square, fc_w, proj_w)
@@ -3258,15 +3036,15 @@ class MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         backend, fp8 = ctx.backend, ctx.fp8
-        fc_weight, proj_weight = ctx.weights
+        fc, proj = ctx.matrices
         if fp8 is None:
             h, square, fc_w, proj_w = ctx.saved_tensors
             da = backend.relu_square_grad(dy, proj_w, square)
             return (
                 da @ fc_w,
                 None,
-                fc_weight.deliver_grad(da, h),
-                proj_weight.deliver_grad(square, dy),
+                fc.deliver_grad(da, h),
+                proj.deliver_grad(square, dy),
                 None,
                 None,
             )
@@ -3275,8 +3053,8 @@ class MLP(torch.autograd.Function):
         da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
         fc8_T = fp8.weights_T[0]
         dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
-        dfc = fc_weight.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
-        dproj = proj_weight.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        dfc = fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
         return dh, None, dfc, dproj, None, None
 
 
@@ -3327,6 +3105,26 @@ def relu_square_fp8(a8: Tensor, mlp: FP8Operands, square8: Tensor | None = None)
     amax = mlp.amax.view(-1)[2 * mlp.i + backward]
     amax.copy_(torch.maximum(amax, result.abs().max()))
     return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
+
+
+@jit
+def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
+    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
+
+    Sums are fp32. Rows beyond M and N wrap around, so that loads stay inside a and b. The caller's mask drops
+    their products.
+    """
+    k = tl.arange(0, BLOCK_K)
+    left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
+    right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
+    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+        right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+        left += BLOCK_K * a_k
+        right += BLOCK_K * b_k
+    return total
 
 
 @jit(do_not_specialize_on_alignment=["scales"])
@@ -3447,7 +3245,7 @@ def triton_relu_square_fp8(
 
 
 # ============================================================================================================
-# 15  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
+# 12  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
 #
 # softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
 # in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of
@@ -4062,7 +3860,249 @@ def triton_pointer_grad(
 
 
 # ============================================================================================================
-# 16  Collectives of one process group, asynchronous: each returns a Pending, whose wait() returns the result.
+# 13  Row sums
+# ============================================================================================================
+
+
+@compiled
+def gather_rows(
+    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
+) -> None:
+    """out[i] = the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
+
+    table (N, w); ids and sign_ids (K, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
+    k, in at least fp32, and rounded once.
+    """
+
+    def term(k: int) -> Tensor:  # (n, w)
+        rows = upcast(table[ids[k]])
+        if sign_ids is None:
+            return rows
+        return rows * signs[sign_ids[k]]
+
+    total = term(0)
+    for k in range(1, len(ids)):
+        total = total + term(k)
+    out.copy_(total)
+
+
+def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
+    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
+
+    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
+    rounded once.
+    """
+    out = out.flatten(1)
+    ids = segments.ids.long()
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    by_row = grad.flatten(1)[segments.perm].to(dtype)
+    if signs is not None and segments.sign_ids is not None:
+        by_row *= signs[segments.sign_ids]
+    sums = torch.segment_reduce(by_row, "sum", lengths=segments.offsets.diff().long(), unsafe=True)
+    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
+
+
+@jit
+def segment_sum_rows_kernel(
+    out,
+    grad,
+    ids,
+    perm,
+    offsets,
+    sign_ids,
+    signs,
+    columns,
+    grad_stride,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sums a chunk of a row over its positions, in their order. UNROLL loads are in flight.
+
+    All chunks of a row begin before the next row's. In GPT-2's vocabulary frequent tokens have low rows, so
+    the rows with the most positions begin first, and no other program waits for them at the end.
+    """
+    chunks = tl.cdiv(columns, BLOCK)
+    i = tl.program_id(0) // chunks
+    cols = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    # Unrolled once more: in long rows the next loads begin before all of these have arrived.
+    for start in tl.range(first, last, UNROLL, loop_unroll_factor=4):
+        for k in tl.static_range(UNROLL):
+            at = start + k
+            pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
+            mask = cols < tl.where(at < last, columns, 0)
+            part = load_fp32(grad + pos * grad_stride + cols, mask)
+            if sign_ids is not None:
+                row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
+                part *= load_fp32(signs + row * columns + cols, mask)
+            total += part
+    out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
+    total += load_fp32(out_ptrs, cols < columns)
+    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
+
+
+SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
+
+
+def triton_segment_sum_rows(
+    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
+) -> None:
+    if not len(segments.ids):
+        return
+    out, grad = out.flatten(1), grad.flatten(1)
+    columns = out.size(1)
+    grid = (len(segments.ids) * triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"]),)
+    segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
+
+
+# ============================================================================================================
+# 14  Backend
+# ============================================================================================================
+
+
+class Backend(NamedTuple):
+    """A run's implementations of operations. Others, such as norm and add_columns, choose by themselves
+    between forms that differ in rounding only.
+    """
+
+    attention: Callable = dense_attention
+    relu_square: Callable = relu_square
+    relu_square_grad: Callable = relu_square_grad
+    relu_square_fp8: Callable = relu_square_fp8
+    cast_and_transpose: Callable = cast_and_transpose
+    softcap_loss: Callable = softcap_loss
+    pointer: Callable = pointer
+    pointer_grad: Callable = pointer_grad
+    segment_sum_rows: Callable = segment_sum_rows
+    fp8: bool = False
+    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
+
+
+TORCH_BACKEND = Backend()
+
+KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the operations that it does
+    "relu_square": {
+        "relu_square": triton_relu_square,
+        "relu_square_grad": triton_relu_square_grad,
+        "relu_square_fp8": triton_relu_square_fp8,
+    },
+    "cast_and_transpose": {"cast_and_transpose": triton_cast_and_transpose},
+    "softcap_loss": {"softcap_loss": triton_softcap_loss},
+    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
+    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
+}
+assert KERNELS.keys() == set(typing.get_args(Kernel))
+
+
+def select_backend(cfg: Config, device: torch.device) -> Backend:
+    """Returns the implementations that the config names, of which only cfg.bf16_mlp falls back in silence.
+    Activates FlashAttention-3, if it is one of them.
+
+    Raises UserError with the first reason against them here, and a setting that avoids it.
+    """
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    too_old = capability < (8, 0)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kernel_dtype = "float32" if interpreted else "bfloat16"
+    lacks_kernels = triton is None or too_old and not interpreted
+    require(
+        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
+        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
+        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
+    )
+    require(
+        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
+        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
+    )
+    # dense_attention keeps its bias from layer to layer, and a graph would keep it for ever.
+    has_graphs = on_gpu and cfg.attention_impl != "dense"
+    require(
+        has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
+    )
+    require(
+        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
+        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
+        "bfloat16; use --set attention_impl=dense",
+    )
+    require(
+        not cfg.fp8 or not on_gpu or capability >= (8, 9),
+        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
+    )
+    chosen: dict = {}
+    for kernel in cfg.kernels:
+        chosen |= KERNELS[kernel]
+    if cfg.attention_impl != "dense":
+        chosen["attention"] = flash_attention
+    if cfg.attention_impl == "fa3":
+        fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
+        with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
+    if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
+        chosen["mlp_dtype"] = torch.bfloat16
+    return Backend(**chosen, fp8=cfg.fp8)
+
+
+def configure_compiler(cfg: Config) -> Callable | None:
+    """Returns the COMPILER for this config; None without cfg.compile."""
+    if not cfg.compile:
+        return None
+    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
+    names = "|".join(sorted(DYNAMIC_ARGUMENTS))
+    torch.compiler.config.dynamic_sources = rf"L\['({names})'\].*"
+
+    @cache
+    def compiler(function: Callable) -> Callable:
+        autotune = function.__name__ not in WITHOUT_AUTOTUNING
+        # Guards and AOTAutograd check sizes, so generated code need not.
+        options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
+        return torch.compile(function, fullgraph=True, options=options)
+
+    return compiler
+
+
+class CUDAGraphs:
+    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
+
+    Calls are the same if their arguments are: tensors count by address and shape, all else by ==. The
+    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
+    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
+    argument. Results lie where the captured call's did, until the next replay.
+    """
+
+    def __init__(self, enabled: bool):
+        self.pool = torch.cuda.graph_pool_handle() if enabled else None
+        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
+
+    def run(self, function: Callable, host_state: tuple, **arguments):
+        """Returns function(**arguments). host_state: what it reads on the host besides its arguments."""
+        call = partial(function, **arguments)
+        if self.pool is None or TRACING:  # a trace has the launches one by one
+            return call()
+        key_parts = [host_state, function]
+        for x in tree_leaves(arguments):
+            if isinstance(x, Tensor):
+                x = x.data_ptr(), x.shape
+            key_parts.append(x)
+        key = tuple(key_parts)
+        if key not in self.captured:
+            self.captured[key] = None
+            return call()
+        if self.captured[key] is None:
+            graph = torch.cuda.CUDAGraph()
+            # In the meantime the thread that builds batches may page-lock memory.
+            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                results = call()
+            self.captured[key] = graph, results
+        graph, results = self.captured[key]
+        graph.replay()
+        return results
+
+
+# ============================================================================================================
+# 15  Collectives: asynchronous, each returns a Pending, whose wait() returns the result
 # ============================================================================================================
 
 
@@ -4167,14 +4207,14 @@ class Collectives:
 
 
 # ============================================================================================================
-# 17  Optimizer. Has the objects of section 18 and the table of n-grams, and runs their scatter, update and
+# 16  Optimizer. Has the objects of section 17 and the table of n-grams, and runs their scatter, update and
 #    gather in explicit orders; the state of training. In a step:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       LMHead.add_product, BankMatrix's            Optimizer.add_rows
+#    backward       LMHead.add_product, BankMatrix's            Optimizer.add_row_grads
 #                   deliver_grad, autograd of small ones; then
-#                   end_backward; then add_rows of embeddings
+#                   end_backward; then add_row_grads of embeddings
 #    scatter        scatter: the mean over ranks begins         scatter
 #    update         update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
@@ -4234,7 +4274,9 @@ class Optimizer:
 
     @traced("rows")
     @torch.no_grad()
-    def add_rows(self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
+    def add_row_grads(
+        self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor
+    ) -> None:
         """Adds to tables' main_grads the gradients (T, ...) of what a micro-batch's positions have looked up.
 
         signs: the model's, by which rows of bigrams and n-grams were multiplied.
@@ -4263,7 +4305,7 @@ class Optimizer:
         this rank's block.
         """
         assert not any(trainable.in_flight for trainable in self.trainables.values())
-        head, embed = self.params.get("lm_head"), self.params.get("embed")
+        head, embed = self.params["lm_head"], self.params["embed"]
         # Now, because ensure_batch() below replaces self.routes by those of the next batch.
         for param in self.params.values():
             if isinstance(param, EmbeddingParam):
@@ -4377,7 +4419,7 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
 
 
 # ============================================================================================================
-# 18  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
+# 17  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
 #    owns the gradient, from the backward that adds to it to the gather of what its update changes: section
 #    17 has a table of what is called when.
 # ============================================================================================================
@@ -4600,7 +4642,7 @@ class EmbeddingParam(ShardedParam):
         super().allocate_grad()
         self.rows_by = self.spec.rows_by
 
-    def take_rows(self) -> Tensor:
+    def take_row_grads(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
         rows = self.main_grad[self.routes.row_ids]
         self.main_grad.index_fill_(0, self.routes.row_ids.long(), 0)
@@ -4609,9 +4651,11 @@ class EmbeddingParam(ShardedParam):
     def scatter(self) -> Pending:
         if self.spec.exchange == "reduce_scatter":
             return super().scatter()
-        rows = self.take_rows()  # first: reduce_rows() writes their means to a part of the same main_grad
+        rows = (
+            self.take_row_grads()
+        )  # first: reduce_row_grads() writes their means to a part of the same main_grad
         out = self.comm.block(self.main_grad)
-        return reduce_rows(self.comm, self.backend, self.name, rows, self.routes, out)
+        return reduce_row_grads(self.comm, self.backend, self.name, rows, self.routes, out)
 
     def clear(self) -> None:
         if self.spec.exchange == "reduce_scatter":
@@ -4646,7 +4690,7 @@ class LMHead(DenseParam):
 
     def add_grad_of(self, embed: EmbeddingParam) -> None:
         """Adds the gradient of embed, of which only the touched rows are not 0."""
-        add_columns(self.main_grad, embed.routes.row_ids, embed.take_rows().T)
+        add_columns(self.main_grad, embed.routes.row_ids, embed.take_row_grads().T)
 
     def copy_after_gather(self, embed: EmbeddingParam) -> None:
         """Lets embed.wait() wait for this parameter's gather, and then write its transpose to embed."""
@@ -4668,7 +4712,7 @@ PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam
 
 
 # ============================================================================================================
-# 19  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
+# 18  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
 #    with NorMuon's scales are in Config.bank_dtype. Another rule is init, update, and an entry of
 #    UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or an
 #    embedding it is some of the rows.
@@ -4986,7 +5030,7 @@ UPDATE_RULES = {
 
 
 # ============================================================================================================
-# 20  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
+# 19  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
 #    send each other the gradients of those rows alone that batches have read since the table's last update;
 #    but with exchange=reduce_scatter all of an embedding's.
 #
@@ -5000,12 +5044,12 @@ UPDATE_RULES = {
 # Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
 # How a row's gradient travels, for example value_embeds':
 #
-#   thread that       make_segments          which rows each micro-batch reads, and at which positions
-#   builds batches    route_rows             tells every owner which of its rows are touched
-#   each backward     Optimizer.add_rows     adds the positions' gradients to their rows of main_grad
-#   scatter           reduce_rows            sends the touched rows of main_grad, as they are; the owner sums
-#                                            them in fp32, in rank order, in its block of main_grad
-#   update            ShardedParam.update    Adam; then clear() makes the means' rows of main_grad 0
+#   thread that       make_segments            which rows each micro-batch reads, and at which positions
+#   builds batches    route_rows               tells every owner which of its rows are touched
+#   each backward     Optimizer.add_row_grads  adds the positions' gradients to their rows of main_grad
+#   scatter           reduce_row_grads         sends the touched rows of main_grad, as they are; the owner
+#                                              sums them in fp32, in rank order, in its block of main_grad
+#   update            ShardedParam.update      Adam; then clear() makes the means' rows of main_grad 0
 #
 #       4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
@@ -5017,7 +5061,7 @@ UPDATE_RULES = {
 #
 # The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32, or
 # the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
-# dtype. Otherwise, in bf16, the division rounds once more. Section 21 has what is added for n-grams.
+# dtype. Otherwise, in bf16, the division rounds once more. Section 20 has what is added for n-grams.
 # ============================================================================================================
 
 
@@ -5068,101 +5112,6 @@ def ids_by_position(segments: Segments, shape: Sequence[int]) -> Tensor:
     return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
 
 
-# ---- Sums of looked-up rows, sums of their gradients -------------------------------------------------------
-
-
-@compiled
-def gather_rows(
-    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
-) -> None:
-    """out[i] = the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
-
-    table (N, w); ids and sign_ids (K, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
-    k, in at least fp32, and rounded once.
-    """
-
-    def term(k: int) -> Tensor:  # (n, w)
-        rows = upcast(table[ids[k]])
-        if sign_ids is None:
-            return rows
-        return rows * signs[sign_ids[k]]
-
-    total = term(0)
-    for k in range(1, len(ids)):
-        total = total + term(k)
-    out.copy_(total)
-
-
-def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
-    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
-
-    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
-    rounded once.
-    """
-    out = out.flatten(1)
-    ids = segments.ids.long()
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    by_row = grad.flatten(1)[segments.perm].to(dtype)
-    if signs is not None and segments.sign_ids is not None:
-        by_row *= signs[segments.sign_ids]
-    sums = torch.segment_reduce(by_row, "sum", lengths=segments.offsets.diff().long(), unsafe=True)
-    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
-
-
-@jit
-def segment_sum_rows_kernel(
-    out,
-    grad,
-    ids,
-    perm,
-    offsets,
-    sign_ids,
-    signs,
-    columns,
-    grad_stride,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Sums a chunk of a row over its positions, in their order. UNROLL loads are in flight.
-
-    All chunks of a row begin before the next row's. In GPT-2's vocabulary frequent tokens have low rows, so
-    the rows with the most positions begin first, and no other program waits for them at the end.
-    """
-    chunks = tl.cdiv(columns, BLOCK)
-    i = tl.program_id(0) // chunks
-    cols = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    # Unrolled once more: in long rows the next loads begin before all of these have arrived.
-    for start in tl.range(first, last, UNROLL, loop_unroll_factor=4):
-        for k in tl.static_range(UNROLL):
-            at = start + k
-            pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
-            mask = cols < tl.where(at < last, columns, 0)
-            part = load_fp32(grad + pos * grad_stride + cols, mask)
-            if sign_ids is not None:
-                row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
-                part *= load_fp32(signs + row * columns + cols, mask)
-            total += part
-    out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
-    total += load_fp32(out_ptrs, cols < columns)
-    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
-
-
-SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
-
-
-def triton_segment_sum_rows(
-    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
-) -> None:
-    if not len(segments.ids):
-        return
-    out, grad = out.flatten(1), grad.flatten(1)
-    columns = out.size(1)
-    grid = (len(segments.ids) * triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"]),)
-    segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
-
-
 # ---- Exchange of touched rows' gradients -------------------------------------------------------------------
 
 
@@ -5199,7 +5148,7 @@ def route_rows(
     return RowRoutes(input_splits, output_splits, int32(row_ids), arriving, make_segments(arriving))
 
 
-def reduce_rows(
+def reduce_row_grads(
     comm: Collectives, backend: Backend, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor
 ) -> Pending:
     """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
@@ -5218,7 +5167,7 @@ def reduce_rows(
 
 
 # ============================================================================================================
-# 21  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
+# 20  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
 #
 # It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
 # rows that these steps read are fetched once, before the first of them, and their gradients return once,
@@ -5227,8 +5176,8 @@ def reduce_rows(
 # 1. While earlier steps train, the thread that builds batches hashes n-grams to rows (hash_ngrams), finds the
 #    distinct ones (make_segments), and tells their owners (route_interval).
 # 2. start_fetch: owners send these rows, which come to slots of `cache`.
-# 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_rows adds their
-#    gradients to main_grad, at the same slots.
+# 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_row_grads adds
+#    their gradients to main_grad, at the same slots.
 # 4. scatter, after the last of the steps: gradients go to the owners, which take their means in rank order.
 # 5. update: owners change their rows by row_adam. Then 2 follows, for the next steps.
 #
@@ -5237,9 +5186,83 @@ def reduce_rows(
 # nanochat PR 854.
 # ============================================================================================================
 
-# ---- From tokens to rows -----------------------------------------------------------------------------------
+# ---- Contexts ----------------------------------------------------------------------------------------------
+
+# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
+# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
 
 HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
+WORD_BYTES = np.zeros(2**16, bool)
+WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
+WORD_BYTES[128:256] = True  # all of UTF-8's other characters
+NEWLINE = 10
+COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
+
+
+class SpanHash:
+    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
+
+    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
+    whatever the span's length.
+    """
+
+    def __init__(self, tokens: np.ndarray):
+        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
+        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
+        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
+        inverses[0] = 1
+        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
+
+    def __call__(self, first: np.ndarray) -> np.ndarray:
+        """Returns the hashes (T,) uint32 of the spans from first[t] to t; t + 1 gives an empty span."""
+        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
+
+
+def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers the word up to each token. All tokens outside words have one number."""
+    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
+    return SpanHash(tokens)(np.maximum.accumulate(first))
+
+
+def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
+    at = np.arange(len(tokens))
+    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
+    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
+    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
+    above = start_before + (at + 1 - line_start)
+    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
+    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
+    return (tokens + 1) * HASH_MULTIPLIER + above_token
+
+
+def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Numbers pairs: the token to copy, and a length. 0: there is none.
+
+    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
+    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
+    """
+    at = np.arange(len(tokens))
+    starts = tokens == bos_id
+    document = np.cumsum(starts, dtype=np.uint32)
+    document_start = np.maximum.accumulate(np.where(starts, at, 0))
+    span_hash = SpanHash(tokens)
+    numbers = np.zeros_like(tokens)
+    for length in COPY_LENGTHS:
+        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
+        by_span = np.argsort(spans, kind="stable")
+        earlier, later = by_span[:-1], by_span[1:]
+        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
+        earlier, later = earlier[found], later[found]
+        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
+    return numbers
+
+
+CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
+assert CONTEXTS.keys() == set(typing.get_args(Context))
+
+
+# ---- From tokens to rows -----------------------------------------------------------------------------------
 
 
 def hash_ngrams(
@@ -5290,8 +5313,8 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
     """
     distinct_rows = []  # of each micro-batch
     for batch in batches:
-        for unpacked in batch.micro_batches:
-            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
+        for micro_batch in batch.micro_batches:
+            distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
     merged = make_segments(torch.cat(distinct_rows))
     routes, slots = route_ngrams(comm, merged.ids.numpy())
     # The slots of all of distinct_rows, in their order.
@@ -5300,8 +5323,8 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
     routed = []
     for batch in batches:
         with_slots = []
-        for unpacked in batch.micro_batches:
-            with_slots.append(assign_slots(unpacked, next(remaining)))
+        for micro_batch in batch.micro_batches:
+            with_slots.append(assign_slots(micro_batch, next(remaining)))
         routed.append(batch._replace(micro_batches=with_slots))
     routed[0].routes["ngrams"] = routes
     return routed
@@ -5396,7 +5419,7 @@ class NgramTable(Trainable):
         routes = self.routes._replace(segments=segments._replace(ids=mean_rows))
         rows = self.main_grad[: len(routes.row_ids)]
         out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["second_moment"].dtype)
-        return reduce_rows(self.comm, self.backend, self.name, rows, routes, out)
+        return reduce_row_grads(self.comm, self.backend, self.name, rows, routes, out)
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
@@ -5529,228 +5552,8 @@ def row_adam_update(
     table.index_copy_(0, ids, (old - update).to(table.dtype))
 
 
-# ---- Contexts ----------------------------------------------------------------------------------------------
-
-# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
-# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
-
-WORD_BYTES = np.zeros(2**16, bool)
-WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
-WORD_BYTES[128:256] = True  # all of UTF-8's other characters
-NEWLINE = 10
-COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
-
-
-class SpanHash:
-    """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
-
-    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
-    whatever the span's length.
-    """
-
-    def __init__(self, tokens: np.ndarray):
-        powers = np.cumprod(np.full(len(tokens), HASH_MULTIPLIER, np.uint32), dtype=np.uint32)  # M^(i + 1)
-        self.sums = np.append(np.uint32(0), np.cumsum(tokens * powers, dtype=np.uint32))
-        inverses = np.full(len(tokens) + 1, pow(HASH_MULTIPLIER, -1, 2**32), np.uint32)
-        inverses[0] = 1
-        self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
-
-    def __call__(self, first: np.ndarray) -> np.ndarray:
-        """Returns the hashes (T,) uint32 of the spans from first[t] to t; t + 1 gives an empty span."""
-        return (self.sums[1:] - self.sums[first]) * self.inverses[first]
-
-
-def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers the word up to each token. All tokens outside words have one number."""
-    first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
-    return SpanHash(tokens)(np.maximum.accumulate(first))
-
-
-def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
-    at = np.arange(len(tokens))
-    ends_line = (tokens == NEWLINE) | (tokens == bos_id)
-    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
-    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
-    above = start_before + (at + 1 - line_start)
-    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
-    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
-    return (tokens + 1) * HASH_MULTIPLIER + above_token
-
-
-def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: the token to copy, and a length. 0: there is none.
-
-    `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
-    document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
-    """
-    at = np.arange(len(tokens))
-    starts = tokens == bos_id
-    document = np.cumsum(starts, dtype=np.uint32)
-    document_start = np.maximum.accumulate(np.where(starts, at, 0))
-    span_hash = SpanHash(tokens)
-    numbers = np.zeros_like(tokens)
-    for length in COPY_LENGTHS:
-        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
-        by_span = np.argsort(spans, kind="stable")
-        earlier, later = by_span[:-1], by_span[1:]
-        found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
-        earlier, later = earlier[found], later[found]
-        numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
-    return numbers
-
-
-CONTEXTS = {"word": word_context, "above": above_context, "copy": copy_context}
-assert CONTEXTS.keys() == set(typing.get_args(Context))
-
-
 # ============================================================================================================
-# 22  Backend. A run's choice among the forms of operations; compilation; CUDA graphs.
-# ============================================================================================================
-
-
-class Backend(NamedTuple):
-    """A run's implementations of operations. Others, such as norm and add_columns, choose by themselves
-    between forms that differ in rounding only.
-    """
-
-    attention: Callable = dense_attention
-    relu_square: Callable = relu_square
-    relu_square_grad: Callable = relu_square_grad
-    relu_square_fp8: Callable = relu_square_fp8
-    cast_and_transpose: Callable = cast_and_transpose
-    softcap_loss: Callable = softcap_loss
-    pointer: Callable = pointer
-    pointer_grad: Callable = pointer_grad
-    segment_sum_rows: Callable = segment_sum_rows
-    fp8: bool = False
-    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
-
-
-TORCH_BACKEND = Backend()
-
-KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the operations that it does
-    "relu_square": {
-        "relu_square": triton_relu_square,
-        "relu_square_grad": triton_relu_square_grad,
-        "relu_square_fp8": triton_relu_square_fp8,
-    },
-    "cast_and_transpose": {"cast_and_transpose": triton_cast_and_transpose},
-    "softcap_loss": {"softcap_loss": triton_softcap_loss},
-    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
-    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
-}
-assert KERNELS.keys() == set(typing.get_args(Kernel))
-
-
-def select_backend(cfg: Config, device: torch.device) -> Backend:
-    """Returns the implementations that the config names, of which only cfg.bf16_mlp falls back in silence.
-    Activates FlashAttention-3, if it is one of them.
-
-    Raises UserError with the first reason against them here, and a setting that avoids it.
-    """
-    on_gpu = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    too_old = capability < (8, 0)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    kernel_dtype = "float32" if interpreted else "bfloat16"
-    lacks_kernels = triton is None or too_old and not interpreted
-    require(
-        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
-        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
-        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
-    )
-    require(
-        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
-        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
-    )
-    # dense_attention keeps its bias from layer to layer, and a graph would keep it for ever.
-    has_graphs = on_gpu and cfg.attention_impl != "dense"
-    require(
-        has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
-    )
-    require(
-        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
-        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
-        "bfloat16; use --set attention_impl=dense",
-    )
-    require(
-        not cfg.fp8 or not on_gpu or capability >= (8, 9),
-        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
-    )
-    chosen: dict = {}
-    for kernel in cfg.kernels:
-        chosen |= KERNELS[kernel]
-    if cfg.attention_impl != "dense":
-        chosen["attention"] = flash_attention
-    if cfg.attention_impl == "fa3":
-        fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
-        with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
-    if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
-        chosen["mlp_dtype"] = torch.bfloat16
-    return Backend(**chosen, fp8=cfg.fp8)
-
-
-def configure_compiler(cfg: Config) -> Callable | None:
-    """Returns the COMPILER for this config; None without cfg.compile."""
-    if not cfg.compile:
-        return None
-    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    names = "|".join(sorted(DYNAMIC_ARGUMENTS))
-    torch.compiler.config.dynamic_sources = rf"L\['({names})'\].*"
-
-    @cache
-    def compiler(function: Callable) -> Callable:
-        autotune = function.__name__ not in WITHOUT_AUTOTUNING
-        # Guards and AOTAutograd check sizes, so generated code need not.
-        options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
-        return torch.compile(function, fullgraph=True, options=options)
-
-    return compiler
-
-
-class CUDAGraphs:
-    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
-
-    Calls are the same if their arguments are: tensors count by address and shape, all else by ==. The
-    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
-    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
-    argument. Results lie where the captured call's did, until the next replay.
-    """
-
-    def __init__(self, enabled: bool):
-        self.pool = torch.cuda.graph_pool_handle() if enabled else None
-        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
-
-    def run(self, function: Callable, host_state: tuple, **arguments):
-        """Returns function(**arguments). host_state: what it reads on the host besides its arguments."""
-        call = partial(function, **arguments)
-        if self.pool is None or TRACING:  # a trace has the launches one by one
-            return call()
-        key_parts = [host_state, function]
-        for x in tree_leaves(arguments):
-            if isinstance(x, Tensor):
-                x = x.data_ptr(), x.shape
-            key_parts.append(x)
-        key = tuple(key_parts)
-        if key not in self.captured:
-            self.captured[key] = None
-            return call()
-        if self.captured[key] is None:
-            graph = torch.cuda.CUDAGraph()
-            # In the meantime the thread that builds batches may page-lock memory.
-            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                results = call()
-            self.captured[key] = graph, results
-        graph, results = self.captured[key]
-        graph.replay()
-        return results
-
-
-# ============================================================================================================
-# 23  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
+# 21  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
 #     are truncated. They are the same for any number of ranks up to Config.microbatches.
 # ============================================================================================================
 
@@ -6157,9 +5960,9 @@ class Prefetcher:
         finished = []
         for batch in interval_batches:
             packed = []
-            for unpacked in batch.micro_batches:
-                segments = pack(unpacked.segments)
-                packed.append(pack(unpacked._replace(segments={}))._replace(segments=segments))
+            for micro_batch in batch.micro_batches:
+                segments = pack(micro_batch.segments)
+                packed.append(pack(micro_batch._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
 
@@ -6182,7 +5985,182 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 24  Command line. Options.
+# 22  Overrides
+# ============================================================================================================
+
+
+class SettingType(NamedTuple):
+    """Which values a setting takes, as the annotation of its dataclass field says."""
+
+    type: type  # bool, int, float or str
+    low: float = 0
+    high: float = sys.float_info.max
+    choices: tuple = ()  # the only values, if there are any
+    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
+    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
+
+    def parse(self, text: str, name: str):
+        """Returns the value that --set name=text gives."""
+        if self.size is None:
+            return self.parse_one(text, name)
+        parts = [part for part in text.split(",") if part]
+        require(self.size in (0, len(parts)), f"--set {name}={text}: give {self.size} values")
+        return tuple(self.parse_one(part, name) for part in parts)
+
+    def parse_one(self, text: str, name: str):
+        choices = {str(choice).lower(): choice for choice in self.choices}
+        try:
+            value = choices[text.lower()] if choices else self.type(text)
+        except (KeyError, ValueError):
+            number = "a whole number" if self.type is int else "a number"
+            kinds = " or ".join(filter(None, choices)) or number
+            raise UserError(f"--set {name}={text}: give {kinds}") from None
+        end = "on" if self.high == sys.float_info.max else f"to {self.high:g}"
+        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} {end}")
+        return value
+
+    def allows(self, value) -> bool:
+        """True if the setting, or a part of a tuple, can have this value."""
+        if self.choices:
+            return value in self.choices
+        if self.type is str:
+            return isinstance(value, str)
+        is_number = isinstance(value, int) or self.type is float and isinstance(value, float)
+        return is_number and self.low <= value <= self.high  # NaN is never between
+
+
+@cache
+def setting_type(hint) -> SettingType:
+    """Returns the SettingType of an annotation."""
+    args = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return setting_type(args[0])._replace(size=0 if Ellipsis in args else len(args))
+    if origin is Annotated:
+        number, low, high, *rescaled = args
+        return SettingType(number, low, high, rescaled="".join(rescaled))
+    if origin is Literal:
+        return SettingType(type(args[0]), choices=args)
+    return SettingType(hint, choices=(True, False) if hint is bool else ())
+
+
+@cache  # get_type_hints evaluates every annotation anew
+def setting_hints(group_class) -> dict[str, typing.Any]:
+    """Returns the annotations of a dataclass's fields, in order."""
+    return typing.get_type_hints(group_class, globals(), include_extras=True)
+
+
+def row_type(hint):
+    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def rows_of(value, name: str) -> dict[str, typing.Any]:
+    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
+    name. A group of settings is one row, of the group's name.
+    """
+    if not isinstance(value, tuple):
+        return {name: value}
+    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
+
+
+def flatten_settings(group, path: str = "") -> dict[str, tuple[typing.Any, SettingType]]:
+    """Returns the value and the SettingType of every setting of a config, or of a part of it, by its name in
+    --set: "stages.0.steps".
+    """
+    settings = {}
+    for name, hint in setting_hints(group.__class__).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            settings[path + name] = value, setting_type(hint)
+            continue
+        for row_name, row in rows_of(value, path + name).items():
+            settings |= flatten_settings(row, f"{row_name}.")
+    return settings
+
+
+def replace_settings(group, values: dict[str, typing.Any], path: str = ""):
+    """Returns a copy of a config, or of a part of it, with `values` by the names of flatten_settings()."""
+    fields = {}
+    for name, hint in setting_hints(group.__class__).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            fields[name] = values.get(path + name, value)
+            continue
+        rows = [
+            replace_settings(row, values, f"{row_name}.")
+            for row_name, row in rows_of(value, path + name).items()
+        ]
+        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
+    return type(group)(**fields)
+
+
+# Names, also of preset and track, and a parameter's kind and rows_by are the script's: --set cannot change
+# them.
+FIXED_SETTINGS = ("preset", "track", "name", "kind", "rows_by")
+
+
+def override(cfg: Config, setting: str) -> Config:
+    """Returns `cfg` with one "name=value" applied.
+
+    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
+    stages.*.windows.long=9, params.embed.lr_mul=2.
+    """
+    pattern, eq, text = setting.partition("=")
+    require(eq, f"--set {setting}: write name=value")
+    settings = flatten_settings(cfg)
+    names = fnmatch.filter(settings, pattern)
+    if not names:
+        near = [*difflib.get_close_matches(pattern, settings), "another script"]
+        file = Path(__file__).name
+        raise UserError(f"--set {pattern}: {file} has no such setting; did you mean {', or '.join(near)}?")
+    values = {}
+    for name in names:
+        require(
+            name.split(".")[-1] not in FIXED_SETTINGS,
+            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
+        )
+        value_type = settings[name][1]
+        values[name] = value_type.parse(text, name)
+    new = replace_settings(cfg, values)
+    return rescale(new, new.length / cfg.length)
+
+
+def with_settings(cfg: Config, settings: Iterable[str]) -> Config:
+    """Returns `cfg` with "name=value" settings applied, in order."""
+    for setting in settings:
+        cfg = override(cfg, setting)
+    return cfg
+
+
+def rescale(cfg: Config, factor: float) -> Config:
+    """Returns `cfg` with `factor` times as many Steps, and TickRates by which averages forget over as many
+    times more ticks.
+    """
+
+    def scaled(steps: int) -> int:
+        return max(1, round(steps * factor)) if steps else 0
+
+    if factor == 1:
+        return cfg
+    values = {}
+    for name, (value, value_type) in flatten_settings(cfg).items():
+        if value_type.rescaled == "rate":
+            values[name] = 1 - (1 - value) ** (1 / factor)
+        elif value_type.rescaled == "steps" and isinstance(value, tuple):
+            values[name] = tuple(scaled(steps) for steps in value)
+        elif value_type.rescaled == "steps":
+            values[name] = scaled(value)
+    return replace_settings(cfg, values)
+
+
+PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in ALL_PRESETS}
+
+
+# ============================================================================================================
+# 23  Command line
 # ============================================================================================================
 
 
@@ -6263,7 +6241,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 
 # ============================================================================================================
-# 25  Checks. What settings must satisfy.
+# 24  Checks
 # ============================================================================================================
 
 
@@ -6415,7 +6393,7 @@ def check_fp8(cfg: Config, count: int) -> None:
 
 
 # ============================================================================================================
-# 26  Files. The log; saved models; checkpoints, and what must be the same to resume a run.
+# 25  Files
 # ============================================================================================================
 
 
@@ -6752,7 +6730,7 @@ def require_same_task(args: argparse.Namespace, task: dict, comm: Collectives, r
 
 
 # ============================================================================================================
-# 27  Run. Processes and devices; build; closing lines and samples; run() is the whole story.
+# 26  Run
 # ============================================================================================================
 
 # How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
@@ -6871,25 +6849,34 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
         log.print0(f"sample: {text!r}", file=False)
 
 
+def print_check(args: argparse.Namespace, cfg: Config, device: torch.device) -> None:
+    """Does --check: prints that args.check processes can run this here. Raises UserError if they cannot.
+
+    Joins no process and writes no file.
+    """
+    select_backend(cfg, device)
+    read_checkpoint(args, rank=0)
+    if args.data or cfg.data != PRESETS[args.preset].data:  # the preset's may not be there yet
+        open_dataset(cfg)
+    track = track_of(cfg, args.check, args)
+    slices = f"{cfg.val_slices} slices of {cfg.val_slice_tokens} tokens, vocabulary {cfg.vocab_size}"
+    print(f"{args.check} processes can run this here, on the track {track}; validation: {slices}")
+
+
 def run(args: argparse.Namespace) -> None:
-    """Runs what the command line says. --check ends it before anything is joined or written."""
+    """Runs what the command line says."""
     cfg = read_settings(args)
     rank, world_size, device = init_process(cfg.device)
     check_config(cfg, args.check or world_size)
     if args.save is not None:
         output_file(args.save)
         output_file(f"{args.save}.ngrams{rank}")
-    if not args.check:
-        join_processes(world_size, device)
+    if args.check:
+        print_check(args, cfg, device)
+        return
+    join_processes(world_size, device)
     backend = select_backend(cfg, device)
     resumed = read_checkpoint(args, rank)
-    if args.check:
-        if args.data or cfg.data != PRESETS[args.preset].data:  # the preset's may not be there yet
-            open_dataset(cfg)
-        track = track_of(cfg, args.check, args)
-        slices = f"{cfg.val_slices} slices of {cfg.val_slice_tokens} tokens, vocabulary {cfg.vocab_size}"
-        print(f"{args.check} processes can run this here, on the track {track}; validation: {slices}")
-        return
     data = open_dataset(cfg)
     val_slices = cfg.val_slices
     cfg = replace(cfg, val_slices=data.val_slices)

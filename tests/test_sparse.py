@@ -48,7 +48,7 @@ def compare(rank, world_size, dtype):
         for name, (kind, _) in ROW_SHAPES.items():
             grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-            pending[name] = tg.reduce_rows(
+            pending[name] = tg.reduce_row_grads(
                 comm, tg.TORCH_BACKEND, name, grad[plan.row_ids], plan, means[name]
             )
         for name in reversed(ROW_SHAPES):

@@ -66,7 +66,7 @@ def sparse_calls(comm: tg.Collectives, every: Tensor, name: str) -> Calls:
             sent = comm.all_to_all("rows", "p", rows, plan.input_splits, plan.output_splits, out).wait()
             yield f"rows {name}, {case}", sent, every[senders, 2 * rank + owned]
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
-        result = tg.reduce_rows(
+        result = tg.reduce_row_grads(
             comm, tg.TORCH_BACKEND, "p", rows, plan, torch.zeros_like(comm.block(mean))
         ).wait()
         yield f"sparse {name}, {case}", result, comm.block(mean)
