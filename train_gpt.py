@@ -1,7 +1,7 @@
 """
-A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on FineWeb to a validation loss of
-3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same code on two cores,
-in plain PyTorch, and leave some techniques out.
+A NanoGPT speedrun in one file. It trains a GPT-2-small-class language model on FineWeb to a validation loss
+of 3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same code on two
+cores in plain PyTorch, without some of the techniques.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py                # the record preset: 8 GPUs, FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu   # the cpu preset: no GPU
@@ -9,15 +9,15 @@ in plain PyTorch, and leave some techniques out.
 
 Results
     cpu preset     1.054 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
-                   runs of 160 steps, 25 s on two cores of an AMD EPYC, PyTorch 2.13
-    record preset  no whole run yet. It is the configuration of the public record 92, which took 39.9 s
-                   on 8 H100s, with the copy pointer and the schedule of PR 379 (36.0 s); docs/settings.md
-                   says what it lacks
+                   runs of 160 steps, 25 s each on two cores of an AMD EPYC, PyTorch 2.13
+    record preset  no whole run yet. It has the configuration of the public record 92, which took 39.9 s on 8
+                   H100s, with the copy pointer and the schedule of PR 379 (36.0 s). docs/settings.md says
+                   what it lacks
 
-The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
+The words preset uses GPT-2's tokens on two cores, to test what depends on the vocabulary.
 
 What you edit
-     1  Settings      tables of layers, parameters and stages; the other settings; the presets
+     1  Settings      layers, parameters and stages; the other settings; the presets
      2  Shapes        layers' scalars and gates; parameters' shapes and initial values
      3  Schedule      plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
 A step and the model
@@ -32,10 +32,10 @@ Operations, each in plain torch, some with a Triton kernel
     10  FP8           scales, casts, products
     11  MLP           squared ReLU
     12  Loss          softcapped cross-entropy, mixed with the copy pointer; the pointer
-    13  Row sums      of looked-up rows of tables, and of their gradients
+    13  Row sums      sums of looked-up rows of tables, and of their gradients
     14  Backend       the choice of operations, compilation, CUDA graphs
 Updates, spread over ranks
-    15  Collectives   of one process group
+    15  Collectives   collective operations of one process group
     16  Optimizer     scatter, update and gather of all that is trained, in explicit orders; its state
     17  Parameters    the objects that are updated: their gradients, updates and averages
     18  Update rules  Adam and ANVIL, on one block
@@ -44,30 +44,30 @@ Updates, spread over ranks
 A run
     21  Data          shards, prefixes of tokens, micro-batches that begin with a document, batches that a
                       thread builds ahead
-    22  Overrides     settings by the names that --set takes; the presets by theirs
+    22  Overrides     settings by the names that --set takes; presets by name
     23  Command line  options
     24  Checks        what settings must satisfy
     25  Files         the log, saved models, checkpoints, what must be the same to resume a run
     26  Run           processes; build, closing lines, samples; run() is the whole story
 
-`grep -nE '^# [0-9]+  ' train_gpt.py` lists the sections with their lines. For a step alone read plan_step,
-train_step, forward_backward, GPT.trunk and Optimizer.step; for a run run(), prepare() and train().
+`grep -nE '^# [0-9]+  ' train_gpt.py` lists the sections with their lines. For a single step read plan_step,
+train_step, forward_backward, GPT.trunk and Optimizer.step; for a whole run read run(), prepare() and train().
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
-Techniques name their sources where they are computed: "PR 130" is a pull request there, "record 9" an entry
-of its table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of
-D), F the MLP's width, L the layers, V the padded vocabulary, P the sampled columns of it, K the targets of a
-token or its rows of n-grams; in kernels M, N and K are a product's sizes, and D may be pointer_dim. Dq and Dv
-are the widths of a head's queries and values. In code, F is torch.nn.functional. docs/glossary.md explains
-the words.
+Sources are named where a technique is computed: "PR 130" is a pull request there, "record 9" an entry of its
+table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of width D),
+F the MLP's width, L the layers, V the padded vocabulary and P its sampled columns. K counts the targets, or
+the n-gram rows, of one token. Dq and Dv are the widths of a head's queries and values. In kernels of matrix
+products M, N and K are the product's sizes; in the pointer's kernels D is pointer_dim. In code, F is
+torch.nn.functional. docs/glossary.md explains the terms.
 
-The stream is the residual stream. It begins as x0, the smeared and normed embeddings of tokens; before layer
-0 n-grams are added. A bank is a stack of matrices of equal shape. A rank's block is the part of a parameter
-that the rank updates. The touched rows of a table are those that batches have looked up since its last
-update. After some steps a running average of a parameter ticks: it moves towards the parameter. ANVIL is the
-optimizer of the banks, a descendant of Muon (section 18). MUDD (section 7) mixes earlier streams in, with
-weights that small MLPs compute for each token. Up to the untie step the token embedding embed is the
-transpose of lm_head.
+The stream is the residual stream. It begins as x0, the smeared and normed token embeddings; if layer 0 has
+`ngram`, a gated share of the n-grams' sum is added before it. A bank is a stack of matrices of equal shape. A
+rank's block is the part of a parameter that the rank updates. The touched rows of a table are those that
+batches have looked up since the table's last update. A tick moves a running average of a parameter towards
+the parameter; it happens after certain steps only. ANVIL, a descendant of Muon, is the optimizer of the banks
+(section 18). MUDD (section 7) mixes earlier streams into later ones, with weights that small MLPs compute per
+token. Up to the untie step the token embedding embed is the transpose of lm_head.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
 
-# Read before anything else takes time: the log must hold what runs, and not what somebody has edited since.
+# Read the source before anything slow happens: the log must hold the code that runs, not a later edit.
 SOURCE = Path(__file__).read_bytes()
 
 if __name__ == "__main__" and sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-    # PR_SET_PDEATHSIG: this process ends when torchrun is killed, also while it imports torch.
+    # PR_SET_PDEATHSIG: this process ends when torchrun is killed, even while it still imports torch.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 try:
@@ -126,7 +126,7 @@ try:
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
 except (ImportError, AttributeError) as error:
-    # AttributeError: a file json.py here, say, hides Python's json.
+    # AttributeError: for example, a file json.py here hides Python's json.
     raise SystemExit(
         f"train_gpt.py: {error}; ./run.sh installs what is missing; a file here with a module's name must go"
     ) from None
@@ -135,9 +135,9 @@ try:
     import triton
     import triton.language as tl
     from triton import jit
-except ImportError:  # PyTorch's CPU build brings none; kernels are then functions that nothing calls
+except ImportError:  # PyTorch's CPU build has no Triton; kernels are then functions that nothing calls
     triton = None
-    tl = SimpleNamespace(constexpr=float)
+    tl = SimpleNamespace(constexpr=float)  # so that tl.constexpr(...) at module level works
 
     def jit(function=None, **options):
         return function or jit
@@ -151,53 +151,53 @@ DType = Literal["bfloat16", "float32", "float64"]
 Context = Literal["word", "above", "copy"]  # the keys of CONTEXTS (section 20)
 # The keys of KERNELS (section 14).
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
-# Numbers with the least and the largest value that --set accepts. All others must be finite, and not
-# negative.
+# Number types with the range that --set accepts. A number without a range must be finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
-# Config.length rescales every field of these two types, which rescale() knows by their last item. A TickRate
-# is the fraction by which a WeightAverage moves at each tick. Decay rates of gradients (betas, slow_rate) are
-# Fractions and are not rescaled, nor are intervals (val_every, WeightAverage.every).
+# Config.length rescales every field of these two types, which rescale() recognizes by their last item. A
+# TickRate is the fraction by which a WeightAverage moves at each tick. Decay rates of gradients (betas,
+# slow_rate) are Fractions and are not rescaled, nor are intervals (val_every, WeightAverage.every).
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
-# (early, late): steps from one update to the next, before Config.late_updates_from and from that step on.
-# Gradients are summed in between. Adam's and the n-grams' betas and decay are stated for the early number;
-# ANVIL takes no account of the interval.
+# (early, late): the number of steps from one update to the next, before Config.late_updates_from and from
+# that step on. Gradients are summed in between. The betas and decay of Adam and of the n-grams are stated for
+# the early interval; ANVIL ignores the interval.
 #
-# Adam's parameters need an update only after every second step, at next to no cost in loss (PR 136): half the
-# traffic of the embeddings. value_embeds and the n-grams need it after every fourth, when late (PR 360). The
-# gradients of a run's last steps are lost if no update follows.
+# Updating Adam's parameters every second step halves the embeddings' traffic and hardly changes the loss
+# (PR 136). Late in a run every fourth step is enough for value_embeds and the n-grams (PR 360). Gradients of
+# the run's last steps are lost if no update follows.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
-UPDATE_PERIOD = 4  # every interval divides it: after a multiple of it no gradient awaits its update
+UPDATE_PERIOD = 4  # every interval divides it, so no gradient awaits its update after a multiple of it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Says which parts a layer has: a row of Config.layers."""
+    """An entry of Config.layers: the parts of one layer."""
 
-    # paired: two heads share one sequence of twice the length. Empty: this layer does not attend.
+    # paired: two heads share one sequence of twice the length. Empty: the layer does not attend.
     attention: Literal["plain", "paired", ""] = "plain"
-    # A field of Windows. The rotary embedding is adapted to it.
+    # A field of Windows, to which the rotary embedding is adapted.
     window: Literal["short", "long"] = "short"
-    # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
+    # Queries and keys, or values, are half as wide as a head: less is enough at short range (record 92).
     narrow_qk: bool = False
     narrow_v: bool = False
     # Half of each key comes from the token before. Only in plain layers without narrow_qk.
     key_shift: bool = False
     value: bool = False  # a value embedding, from its own part of value_embeds, is added to the values
-    # Exclusive self-attention: heads lose what lies along their own token's value. Only in plain layers.
+    # Exclusive self-attention: each head's output loses its component along its own token's value. Only in
+    # plain layers.
     xsa: bool = False
     gate: bool = False  # each head's output is gated
     x0: bool = False  # a gated share of x0 is added to the stream
     # A gated share of the n-grams' sum is added to the stream; in layer 0 before attention reads it.
     ngram: bool = False
-    mlps: int = 1  # how many; all read the same input
-    # MUDD: a small MLP computes weights for each token. Earlier streams, times these weights, are added to
-    # this layer's values and to its stream. One layer may have it, with `value`.
+    mlps: int = 1  # number of MLPs; all read the same input
+    # MUDD: a small MLP computes weights per token. Earlier streams, multiplied by these weights, are added to
+    # this layer's values and to its stream. Only one layer may have it, and only with `value`.
     mudd: bool = False
 
 
-# Record 92's.
+# Record 92's layers.
 LAYERS = (
     Layer("paired", narrow_qk=True, x0=True, ngram=True),  # 0
     Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, ngram=True),  # 1
@@ -212,10 +212,10 @@ LAYERS = (
     Layer("plain", "long", key_shift=True, value=True, gate=True, mudd=True),  # 10
 )
 
-# The streams of the record preset; in quotes, names that GPT.trunk saves them under:
+# The streams of the record preset. GPT.trunk saves streams under the names in quotes.
 #
 #   x0              norm of the smeared embeddings
-#   "ngram"         the n-grams' sums; before layer 0 a gated share of them is added: then x is "first"
+#   "ngram"         the n-grams' sums; a gated share of them is added before layer 0: then x is "first"
 #   layers 0 .. 3   attention of norm(x), MLP of norm(x); then x is "skip"
 #   layer 4         no attention; MLP
 #   layer 5         attention, MLP
@@ -224,20 +224,20 @@ LAYERS = (
 #   layer 8         attention of norm("backout"), two MLPs of norm(x)
 #   layer 9         no attention; MLP
 #   layer 10        MUDD scales x, adds "first" and "backout" to it, and all three to the values; attention of
-#                   norm("backout"), with which MUDD adds "first" and "ngram"; MLP
-#   lm_head         norm(x + the sum of lm_head_streams, each times weights of the token, also by channels)
+#                   norm("backout"), with whose output MUDD adds "first" and "ngram"; MLP
+#   lm_head         norm(x + the sum of lm_head_streams, each times weights per token and group of channels)
 #
-# Where attention's output is added, or would be, layers 0, 1, 2, 4, 5, 7 add a gated share of x0, and 1, 4,
-# 5, 9 one of "ngram".
+# Where attention's output is added (or would be), layers 0, 1, 2, 4, 5 and 7 add a gated share of x0, and
+# layers 1, 4, 5 and 9 a gated share of "ngram".
 
 
 @dataclass(frozen=True)
 class Windows:
     """Attention windows, in units of Config.window_unit tokens before the query's own.
 
-    In paired layers they count rows, two for each token, and so reach half as far. A third window is a
-    field here, with a default for the stages and the val_windows that do not name it, and one more name in
-    Layer.window.
+    In paired layers a window counts rows, two per token, and so reaches half as far. To add a third window,
+    add a field here, with a default for the stages and the val_windows that do not name it, and add its name
+    to Layer.window.
     """
 
     short: Positive
@@ -248,10 +248,10 @@ class Windows:
 class Softcap:
     """Caps the logits x: they become scale * sigmoid((x + shift) / span).
 
-    So no logit runs away, and gradients stay small (record 9; Gemma 2, arXiv:2408.00118). The defaults leave
-    more room below than above: most tokens are never right, and their logits lie far below the few that may
-    be (PR 181). Softcap(30, 0, 7.5) is symmetric: 15 tanh(x / 15) and a constant, which the softmax does not
-    see.
+    This bounds the logits and keeps gradients small (record 9; Gemma 2, arXiv:2408.00118). The defaults leave
+    more room below than above: most tokens are never right, and their logits lie far below those of the few
+    that may be (PR 181). Softcap(30, 0, 7.5) is symmetric: it is 15 tanh(x / 15) plus a constant, which
+    cancels in the softmax.
     """
 
     scale: Annotated[float, 1, 77] = 23.0  # the sum of exp(77) over 50,304 columns is finite in fp32
@@ -264,62 +264,63 @@ SOFTCAP = Softcap()
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Says how a parameter is trained: a row of PARAMS.
+    """An entry of PARAMS: how one parameter is trained.
 
-    Its shape and its initial value are a line of param_inits().
+    A line of param_inits() has its shape and initial value.
     """
 
     name: str
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    # How the gradient comes about:
-    #   small      by autograd. Small parameters with equal optimizer, betas, dtype, update_every and
-    #              reduction are exchanged and updated as one vector. GPT's methods read them as self.NAME.
-    # Our own code writes the others' gradients to main_grad. GPT's methods must not read these as self.NAME
-    # where autograd records:
+    # Where the gradient comes from:
+    #   small      autograd. Small parameters with equal optimizer, betas, dtype, update_every and reduction
+    #              are exchanged and updated as one vector. GPT's methods read them as self.NAME.
+    # Our own code writes the gradients of the other kinds to main_grad. Where autograd records, GPT's methods
+    # must not read these parameters as self.NAME:
     #   head       lm_head. In training only head_loss_and_grad() reads it.
-    #   bank       a stack of matrices, padded so that each rank owns equally many. GPT.layer_weights() gives
-    #              them to the layers; the backward of each product writes the gradient.
-    #   embedding  a table in which each token looks up rows. GPT.trunk finds them in looked_up[NAME];
+    #   bank       a stack of matrices, padded so that each rank owns the same number. GPT.layer_weights()
+    #              gives them to the layers; the backward of each product writes the gradient.
+    #   embedding  a table in which each token looks up rows. GPT.trunk finds the rows in looked_up[NAME];
     #              Optimizer.add_row_grads() adds their gradients.
     kind: Literal["small", "head", "bank", "embedding"] = "small"
-    # Of an embedding: the field of MicroBatch that has the numbers of its rows. inputs: a row for each token.
-    # hashed_rows: bigram_embed's, and those of the n-gram table. To add an index, name it here, and add a
-    # field of MicroBatch, with a default, that make_micro_batch() fills, a line of SEGMENT_MAKERS, and a
-    # look-up in GPT.look_up, which by itself takes inputs alone.
+    # For embeddings: the MicroBatch field that holds the ids of the rows. inputs: one row per token.
+    # hashed_rows: the rows of bigram_embed, or of the n-gram table. To add an index, name it here, add a
+    # field with a default to MicroBatch, and fill it in make_micro_batch(). Then add a line to SEGMENT_MAKERS
+    # and a look-up to GPT.look_up, which handles only `inputs` by itself.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
-    # How gradients come to the rank that owns a block. reduce_scatter: all of the gradient. sparse: only the
-    # rows that were touched since the last update.
+    # How gradients reach the rank that owns a block. reduce_scatter: the whole gradient is exchanged. sparse:
+    # only the rows that were touched since the last update.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
-    # Parameters are updated and gathered in ascending order of this number, so that a gather goes on while
-    # the next parameters are updated. No result depends on it.
+    # Parameters are updated and gathered in ascending order of this number, so that a gather overlaps with
+    # the next parameters' updates. No result depends on the order.
     update_order: int = 0
     optimizer: str = "adam"  # a name in UPDATE_RULES
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
     update_every: UpdateInterval = (2, 2)
-    dtype: Literal["model", "float32"] = "model"  # model: Config.dtype; float32: fp64 if that is float64
-    # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
-    # all-to-all, then in fp32 and in rank order (sparse always does this).
+    # model: Config.dtype. float32: fp32, or fp64 in an fp64 model.
+    dtype: Literal["model", "float32"] = "model"
+    # How the ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: after
+    # an all-to-all, in fp32 and in rank order (sparse always does this).
     reduction: Literal["collective", "fp32"] = "collective"
-    matrix_lr_mul: tuple[float, ...] = ()  # ANVIL: factors of successive matrices, repeating
+    matrix_lr_mul: tuple[float, ...] = ()  # ANVIL: learning-rate factors of successive matrices, repeating
 
 
 # fmt: off
 bank_spec = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
-# Gradients are exchanged in the order of these rows, but the n-grams' come first, and the small parameters'
-# last. Names are record 92's, where it has the parameter, and most numbers are.
+# Gradients are exchanged in this order, except that the n-grams' come first and the small parameters' last.
+# Names and most numbers are record 92's where it has the parameter.
 PARAMS = (
     bank_spec("qk_bank"),
     bank_spec("narrow_qk_bank"),
     bank_spec("vo_bank"),
-    bank_spec("mlp_bank", matrix_lr_mul=(1.0, 2.0)),  # of fc and proj
-    # ve_gate_bank and pointer_bank are stacks of matrices, too, but small: their kind is not "bank".
+    bank_spec("mlp_bank", matrix_lr_mul=(1.0, 2.0)),  # factors of fc and proj
+    # ve_gate_bank and pointer_bank are also stacks of matrices, but small ones: their kind is not "bank".
     #         name              lr_mul wd_mul kind       rows_by        exchange
     ParamSpec("scalars",          5.00,   0, dtype="float32"),
     ParamSpec("smear_gate",       0.01,   0),
     ParamSpec("ve_gate_bank",     1.00,   1),
-    # Two small MLPs, mudd_*, compute weights of streams, and two others, mudd_gate_*, gates (see TO_LAYER).
+    # Two small MLPs, mudd_*, compute weights of streams; two others, mudd_gate_*, gates (see TO_LAYER).
     ParamSpec("mudd_w1",          0.25,   1),
     ParamSpec("mudd_w2",          0.25,   1),
     ParamSpec("mudd_b2",          0.25,   0),
@@ -332,14 +333,14 @@ PARAMS = (
     ParamSpec("pointer_bank",     1.00,   1),
     ParamSpec("pointer_gain",     1.00,   0, dtype="float32"),
     ParamSpec("pointer_sink",     1.00,   0, dtype="float32"),
-    # lm_head and embed need the same optimizer, as untie() copies its state, and one that can update rows
-    # alone, as a rank's block is some of the rows.
+    # lm_head and embed need the same optimizer, because untie() copies its state. It must be able to update
+    # some rows alone, because a rank's block is only some of the rows.
     ParamSpec("lm_head",          1.00, 150, "head",      update_order=2, betas=(0.50, 0.95)),
     ParamSpec("bigram_embed",    75.00,   5, "embedding", "hashed_rows", "sparse", update_order=1,
               betas=(0.75, 0.95)),
     ParamSpec("value_embeds",    70.00,   5, "embedding", "inputs",      "sparse", update_order=5,
               betas=(0.75, 0.95), update_every=(2, 4)),
-    # Until the untie step it is the transpose of lm_head.
+    # Until the untie step embed is the transpose of lm_head.
     ParamSpec("embed",            1.00, 150, "embedding", "inputs",      "sparse", update_order=3,
               betas=(0.50, 0.95)),
 )
@@ -348,32 +349,34 @@ PARAMS = (
 
 @dataclass(frozen=True)
 class WeightAverage:
-    """A running average of parameters, which in the end replaces their last values or is mixed with them.
+    """An entry of Config.averages: a running average of parameters. At the end it replaces the parameters'
+    last values or is mixed with them.
 
-    A row of Config.averages. Averages take noise out where the learning rate is still high, in the place of
-    the last part of a cooldown (record 92, PR 360). The table of n-grams has none.
+    Averages remove noise while the learning rate is still high, so a run needs less of a cooldown (record 92,
+    PR 360). The table of n-grams has no average.
     """
 
-    params: tuple[str, ...]  # of banks, tables and lm_head; those that the model lacks are ignored
-    window: Steps  # the run's last steps that it looks at; 0: none
-    # Each tick moves the average by this share towards the parameter; the first is a copy. At 2 / (n + 1) it
-    # is about the mean of the last n ticks.
+    params: tuple[str, ...]  # names of banks, tables and lm_head; those that the model lacks are ignored
+    window: Steps  # number of last steps in which the average ticks; 0: no average
+    # Each tick moves the average by this share towards the parameter; the first tick is a copy. With
+    # 2 / (n + 1) the average is about the mean of the last n ticks.
     rate: TickRate
-    blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
-    # If n steps are left, the average ticks if n % every == offset, or if n is in `also`.
+    blend: Fraction = 1.0  # at the end the parameter moves by this share towards the average
+    # If n steps are left after a step, the average ticks if n % every == offset or n is in `also`.
     every: Positive = 1
     offset: int = 0
     also: tuple[Steps, ...] = ()
-    last_rate: TickRate = 0.0  # of the last tick; 0: `rate`
-    # Averaging shrinks a parameter's norm. If any row of a parameter has keep_norm, its old norm is restored
-    # once, after all rows.
+    last_rate: TickRate = 0.0  # rate of the last tick; 0: `rate`
+    # Averaging shrinks a parameter's norm. If any average of a parameter has keep_norm, the parameter's old
+    # norm is restored after all its averages are applied.
     keep_norm: bool = True
 
 
-# Record 92's. Some parameters have two rows. Their averages run independently, and in the end the parameter
-# is moved towards the first one, and then from there towards the second. The record ticks lm_head's average
-# after every step, at the rate r = 2 / 299. lm_head changes every second step, so here its average ticks that
-# often, by 1 - (1 - r)^2, as far as two ticks. The last tick stands for one step: last_rate is r.
+# Record 92's averages. Some parameters have two, which run independently. At the end the parameter moves
+# towards the first average, and from there towards the second. The record ticks lm_head's average after every
+# step, at the rate r = 2 / 299. lm_head changes every second step, so here its average ticks that often, at
+# the rate 1 - (1 - r)^2, which moves it as far as two ticks at r. The last tick stands for one step, so
+# last_rate is r.
 # fmt: off
 AVERAGES = (
     #              parameters                    window  rate                     blend
@@ -390,20 +393,20 @@ AVERAGES = (
 
 @dataclass(frozen=True)
 class Ngrams:
-    """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
+    """The table of hashed n-grams. A step touches few of its rows. Without orders there is no table."""
 
-    orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
+    orders: tuple[int, ...] = ()  # 2: bigrams. With any order, bigram_embed does not exist
     rows_per_order: Annotated[int, 2, 2**31 - 1] = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
-    # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
+    # bf16 has 8 significant bits, so an update below about 1/512 of a weight is rounded away.
     dtype: DType = "bfloat16"
     update_every: UpdateInterval = (2, 4)
     lr: float = 0.56
-    beta2: Fraction = 0.95  # decay of a row's second moment in as many steps as update_every has at first
+    beta2: Fraction = 0.95  # decay of a row's second moment over one early interval of update_every
     wd: float = 0.025
-    # Each gives a token one more row (section 20). word: chosen by the word so far; above: by the byte above
-    # the next one, in the line before; copy: by what followed the same tokens earlier. word and above are for
-    # bytes. Without orders there are none.
+    # Each context adds one row per token (section 20), chosen by the word so far (word), by the byte one line
+    # up, in the column of the next byte (above), or by what followed the same tokens earlier (copy). word and
+    # above are for bytes. Without orders there are no contexts.
     contexts: tuple[Context, ...] = ()
 
     @property
@@ -413,96 +416,98 @@ class Ngrams:
 
 @dataclass(frozen=True)
 class Stage:
-    """Says how the run goes on for some steps: a row of Config.stages. plan_step() reads it."""
+    """An entry of Config.stages: how the run trains for some steps. plan_step() reads it."""
 
     steps: Steps
-    batch_tokens: Positive  # over all ranks and micro-batches; on GPUs see cu_seqlens_capacity(), too
-    max_doc_len: Positive  # longer documents are truncated to so many tokens
-    # Rotary tables follow these, and change once a stage. Windows that change within a stage need an edit of
-    # plan_step(), GPT.use_rotary and its callers, and of warmup_ranges() with dense attention or CUDA graphs.
+    batch_tokens: Positive  # over all ranks and micro-batches; for GPUs see also cu_seqlens_capacity()
+    max_doc_len: Positive  # longer documents are truncated to this length
+    # Windows are constant within a stage, and rotary tables follow them. To change windows within a stage,
+    # edit plan_step(), GPT.use_rotary and its callers and, with dense attention or CUDA graphs,
+    # warmup_ranges().
     windows: Windows
-    lr_mul: float  # the last stage's is what the cooldown ends at
-    # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
-    # Later tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle
-    # et al. 2024, arXiv:2404.19737).
+    lr_mul: float  # the cooldown ends at the last stage's value
+    # Loss weights of the next, second next and third next token; the last of several weights falls to 0 over
+    # the stage. Later tokens teach more while there is much to learn; at the end only the next token counts
+    # (PR 178; Gloeckle et al. 2024, arXiv:2404.19737).
     mtp: tuple[float, ...] = (1.0,)
-    # Weights, in equal parts of the stage, of another loss. Its target is the longest token that is a proper
-    # prefix of the next token: "run" of "running". It is easier to predict, and so teaches early (record 88).
+    # Weights of the loss on prefixes, each for an equal part of the stage. The target is the longest token
+    # that is a proper prefix of the next token: "run" for "running". It is easier to predict, and so teaches
+    # early (record 88).
     prefix: tuple[float, ...] = ()
-    # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
-    # stage: its targets, filled up with others in turn. Empty, or 0: all.
+    # Sampled softmax (record 92): how many columns of the head a micro-batch computes, each number for an
+    # equal part of the stage. The columns are its targets, filled up with others in turn. Empty, or 0: all.
     sampled_columns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings. Defaults: the 1050-step record preset. Other presets are copies of it, with
-    `replace`.
+    """Holds one run's settings. The defaults are the 1050-step record preset; other presets are copies, made
+    with `replace`.
 
-    A new switch of the model also needs a row of PARTS in tests/test_switches.py. A new number needs a row of
-    ADDED in evals/saved_model.py, for models saved before. Numbers that are no settings stand where they are
-    used; the main ones are in section 2 (initial values, GATE_DIM, MUDD_SCALE), untie_step() (3), ROTARY_BASE
-    and YARN_* (7), FP8_* (10), PROB_FLOOR (12), ANVIL_MAPS (18), ROW_EPS and COPY_LENGTHS (20).
+    For a new switch of the model, also add an entry to PARTS in tests/test_switches.py; for a new number, one
+    to ADDED in evals/saved_model.py, for models saved before. Constants that are not settings are defined
+    where they are used. The main ones are in section 2 (initial values, GATE_DIM, MUDD_SCALE), untie_step()
+    (3), ROTARY_BASE and YARN_* (7), FP8_* (10), PROB_FLOOR (12), ANVIL_MAPS (18), ROW_EPS and COPY_LENGTHS
+    (20).
     """
 
     # ---- Data and goal.
     preset: str = "record"
-    track: str = "gpt2-small"  # folder of records/ for this preset's runs
+    track: str = "gpt2-small"  # folder in records/ for this preset's runs
     data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
     target: float = 3.28  # mean validation loss, nats per token, that a record must reach
-    val_slice_tokens: Positive = 262144  # one validation forward
+    val_slice_tokens: Positive = 262144  # tokens of one validation forward
     val_slices: Positive = 40
     # Validate before step 0, after every val_every steps, and at the end; 0: only at the end.
     val_every: int = 250
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
     # ---- The model.
     vocab_size: Positive = 50257
-    # Rows of embedding tables and columns of the head. The head's columns of padding train like the rest.
+    # Rows of embedding tables and columns of the head. The head's padding columns train like the rest.
     padded_vocab: Positive = 50304
     bos_id: int = 50256
     # Rows of bigram_embed, which only a model without n-grams has.
     bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams((2, 3))
-    # Rows of random signs, by which rows of bigrams or n-grams are multiplied; 0: none.
+    # Rows of random signs, which multiply the rows of bigrams or n-grams; 0: none.
     sign_rows: Annotated[int, 0, 65536] = 8192
     heads: Positive = 6
     head_dim: Positive = 128
     mlp_dim: Positive = 2816
     layers: tuple[Layer, ...] = LAYERS
-    # As in a U-net, the stream that left layer skip_from is added before layer skip_to (record 11), if there
-    # is a layer skip_to. In layers after backout_from, attention reads the norm of the stream that left
+    # As in a U-net, the stream that left layer skip_from is added before layer skip_to (record 11), if layer
+    # skip_to exists. In layers after backout_from, attention reads the norm of the stream that left layer
     # backout_from.
     skip_from: int = 3
     skip_to: int = 6
     backout_from: int = 7
-    # Small MLPs compute gate_table()'s gates and MUDD's weights for each token; false: learned constants.
-    mudd_gates: bool = True
-    mudd_weights: bool = True
+    mudd_gates: bool = True  # small MLPs compute gate_table()'s gates per token; false: learned constants
+    mudd_weights: bool = True  # the same for MUDD's weights
     mudd_dim: Positive = 64  # hidden width of these MLPs
-    mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
+    mix_groups: Positive = 12  # groups of channels that the mix before the head weighs separately
     softcap: Softcap = SOFTCAP
-    # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 12).
-    pointer_dim: int = 128  # the width of its queries and keys; 0: there is no pointer
+    # The copy pointer attends to earlier tokens of the document. Its result is mixed with the head's softmax
+    # (section 12).
+    pointer_dim: int = 128  # width of its queries and keys; 0: no pointer
     pointer_window: Positive = 2560  # how many tokens it looks back in training
-    pointer_val_window: Positive = 16384  # and in validation and samples
+    pointer_val_window: Positive = 16384  # the same in validation and samples
     window_unit: Positive = 128
-    # In training, attention and the copy pointer split longer documents into pieces of so many tokens, and
-    # see no earlier piece; 0: they split none.
+    # In training, attention and the copy pointer split documents longer than this into pieces of this length,
+    # and see no earlier piece; 0: they split none.
     attention_cap: int = 2560
-    # The attention windows of the final validation, and of samples.
+    # Attention windows of the final validation and of samples.
     val_windows: Windows = Windows(6, 20)
-    # The softmax scales of heads with wide and with narrow queries, before any window grows.
+    # Softmax scales of heads with wide and with narrow queries, before any window grows.
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
-    dtype: DType = "bfloat16"  # of weights and activations
+    dtype: DType = "bfloat16"  # dtype of weights and activations
     # ---- The schedule. `--set length=0.5` halves every field of type Steps, such as the stages' steps, and
-    # adapts every TickRate. It rescales what earlier settings of the command line have set; later ones are
-    # taken as they are. An edit of a preset's length, such as this one, rescales that preset alone.
+    # adapts every TickRate. It rescales what earlier settings on the command line have set; later settings
+    # are taken as they are. Editing this default rescales only the record preset.
     length: Annotated[float, 1e-3, 1e3] = 1.0
-    # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients agree, large ones
-    # average out noise later. At the end batches shrink again. The last stage trains at the rate at which the
-    # cooldown ends. The numbers are PR 379's.
+    # Batches and windows grow (PR 163, record 13). Small batches learn fast while gradients agree; large
+    # batches average out noise later. At the end batches shrink again. The last stage trains at the rate at
+    # which the cooldown ends. The numbers are PR 379's.
     # fmt: off
     stages: tuple[Stage, ...] = (  # they begin at steps 0, 279, 593, 971 and 1030
         #   steps  batch  docs   windows         lr_mul  mtp        prefix
@@ -514,63 +519,65 @@ class Config:
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
-    # In a global batch, at least one for each rank. Other numbers pack documents differently.
+    # Micro-batches in a global batch, at least one per rank. Other numbers change how documents are packed.
     microbatches: Positive = 8
-    # In this last part of the steps before the last stage, lr_mul moves from the stage's to the last stage's.
+    # The cooldown is this last part of the steps before the last stage. In it lr_mul moves from the stage's
+    # value to the last stage's.
     cooldown_frac: Fraction = 0.80
-    # ---- Numbers of steps that belong to these stages. If you change the stages' steps, keep the share of
-    # the run that these have: they do not follow. With --set length all do.
-    late_updates_from: Steps = 336  # the first step with the second number of every update_every
-    # ANVIL's momentum rises from min to max (below), and falls again in the end. While the loss falls fast,
+    # ---- Numbers of steps that fit the stages above. They do not change with the stages: if you edit the
+    # stages' steps, keep these at the same share of the run. `--set length` rescales both.
+    late_updates_from: Steps = 336  # the first step with the late interval of every update_every
+    # ANVIL's momentum rises from min to max (below), and falls again at the end. While the loss falls fast,
     # old gradients mislead (record 9).
     momentum_warmup: Steps = 240  # steps from min to max
     momentum_cooldown: Steps = 50  # last steps, back towards min
     two_momenta_from: Steps = 514  # the first step with ANVIL's two momenta (below)
-    averages: tuple[WeightAverage, ...] = AVERAGES  # parameters move towards them in the end, in order
+    averages: tuple[WeightAverage, ...] = AVERAGES  # parameters move towards them at the end, in this order
     # ---- The optimizers.
     params: tuple[ParamSpec, ...] = PARAMS
-    # Adam, for all parameters but the banks.
+    # Adam, for all parameters except the banks.
     adam_lr: float = 0.008  # times ParamSpec.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
-    # An update's decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
+    # An update's weight decay is adam_wd * ParamSpec.wd_mul * (its learning rate)^2, times
     # StepPlan.interval_ratio(), which is 1 until updates become rarer.
     adam_wd: float = 0.005
     # ANVIL, for the banks (section 18).
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
-    bank_dtype: DType = "bfloat16"  # of the momentum's orthogonalization, and of the result
+    bank_dtype: DType = "bfloat16"  # dtype of the momentum's orthogonalization and of its result
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
-    # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
+    # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05, so record 92's 1.05 leaves no room for bf16's
+    # rounding.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    momentum_min: Fraction = 0.85  # the momentum of Nesterov's rule
-    momentum_max: Fraction = 0.93
-    # There are two running averages of the gradients, a fast and a slow one. Before the step two_momenta_from
-    # Nesterov's rule takes the fast one alone, which decays by the momentum, while the slow one only decides
-    # where weight decay acts. From then on the rule takes a mean of both: the fast one has the weight
-    # fast_weight, and its decay is fast_beta. Each step moves the slow one by slow_rate.
+    momentum_min: Fraction = 0.85  # the least momentum of Nesterov's rule
+    momentum_max: Fraction = 0.93  # and the largest
+    # ANVIL keeps a fast and a slow running average of the gradients. Before step two_momenta_from Nesterov's
+    # rule takes only the fast one, which decays by the momentum; the slow one only decides where weight decay
+    # acts. From that step on the rule takes a weighted mean of both: the fast one has the weight fast_weight
+    # and decays by fast_beta. Each step moves the slow one by slow_rate.
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
     slow_rate: Fraction = 0.02
-    # ---- How the run computes. These change speed, memory and rounding, not the algorithm; but FP8 rounds
-    # small activations and gradients to 0.
+    # ---- How the run computes. These change speed, memory and rounding, not the algorithm, except that FP8
+    # also rounds small activations and gradients to 0.
     warmup: bool = True  # rehearse every kind of step off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
-    # sums the banks'.
+    # sums the banks' gradients.
     main_grad: bool = True
-    # The head takes this many tokens at once. A larger number needs more memory, a smaller one more launches.
-    # With sampled columns it takes more tokens, so that it makes about as many logits.
+    # The head processes this many tokens at once. A larger number needs more memory, a smaller one more
+    # launches. With sampled columns it processes more tokens, so that the number of logits stays about equal.
     head_chunk: Positive = 8192
-    kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
+    kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done by Triton kernels
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
-    fp8_mlp: bool = True  # with it, the MLPs' too, forward and backward
-    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. Elsewhere that gains little or
-    # loses.
+    fp8_mlp: bool = True  # with fp8, also the MLPs' matmuls, forward and backward
+    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. On other CPUs bf16 is hardly
+    # faster, or slower.
     bf16_mlp: bool = True
-    device: Literal["gpu", "cpu"] = "gpu"  # gpu: if there is one
-    compile: bool = True  # torch.compile what is marked @compiled
+    device: Literal["gpu", "cpu"] = "gpu"  # gpu: a GPU if there is one
+    compile: bool = True  # apply torch.compile to functions marked @compiled
     # On a GPU a micro-batch's forward and backward become one launch (docs/settings.md).
     cuda_graphs: bool = False
 
@@ -588,12 +595,12 @@ class Config:
 
     @property
     def num_value_tables(self) -> int:
-        """The number of layers that have a value embedding, each its own part of value_embeds."""
+        """Returns the number of layers with a value embedding; each has its own part of value_embeds."""
         return sum(layer.value for layer in self.layers)
 
     @property
     def copy_gate_column(self) -> int:
-        """The head's column that says how much the copy pointer counts: the first one of padding."""
+        """Returns the head's column that says how much the copy pointer counts: the first padding column."""
         return self.vocab_size
 
     @property
@@ -603,26 +610,27 @@ class Config:
 
 RECORD = Config()
 
-# What the presets for two cores have in common. They follow every edit of LAYERS, PARAMS and Config's
-# defaults that they do not replace.
+# Settings that the presets for two cores share. Edits of LAYERS, PARAMS and Config's defaults also change
+# these presets, unless a preset replaces them.
 TWO_CORES = replace(
     RECORD,
-    length=1.0,  # so that an edit of Config.length shortens the record preset alone
+    length=1.0,  # so that an edit of Config.length rescales only the record preset
     val_slices=128,
     head_dim=32,
     mix_groups=4,
-    bigram_vocab_size=16384,  # used with --set ngrams.orders=, when bigram_embed is in the place of n-grams
+    bigram_vocab_size=16384,  # used with --set ngrams.orders=, when bigram_embed takes the place of n-grams
     window_unit=16,
-    softcap=Softcap(30.0, 0.0, 7.5),  # symmetric: on bytes the record's raises the loss (docs/settings.md)
+    # Symmetric: on bytes the record's softcap raises the loss (docs/settings.md).
+    softcap=Softcap(30.0, 0.0, 7.5),
     attn_scale=0.25,
     narrow_attn_scale=0.4,
-    # Documents are truncated, so that a batch has parts of more of them; attention then splits none.
+    # Documents are truncated, so that a batch has parts of more documents; attention then splits none.
     attention_cap=0,
-    # A third of such a small step is the cost of many small operations, so there are few micro-batches.
+    # The overhead of many small operations takes a third of so small a step, so there are few micro-batches.
     microbatches=2,
     cooldown_frac=0.4,
     late_updates_from=46,
-    # Without a GPU: plain torch, in fp32; with AMX, the MLPs' products in bf16 (bf16_mlp).
+    # Without a GPU: plain torch in fp32; with AMX, the MLPs' products in bf16 (bf16_mlp).
     device="cpu",
     dtype="float32",
     bank_dtype="float32",
@@ -632,13 +640,13 @@ TWO_CORES = replace(
     compile=False,
 )
 
-# The record preset's layers, without XSA and the copy pointer, on bytes, at widths that two laptop cores
-# train in half a minute.
+# The record preset's layers, without XSA and the copy pointer, on bytes. At these widths two laptop cores
+# train a model in half a minute.
 CPU = replace(
     TWO_CORES,
     preset="cpu",
     track="cpu",
-    # Text in bytes.
+    # The text is in bytes.
     data="data/local",
     target=1.07,
     vocab_size=257,
@@ -646,9 +654,9 @@ CPU = replace(
     bos_id=256,
     val_slice_tokens=4096,
     heads=2,
-    mlp_dim=64,  # no lower loss was seen with 128 and 256
-    # More orders, and contexts that are no n-grams: a byte is less than a token. With contexts a lower rate
-    # gave a lower loss; without them it did not.
+    mlp_dim=64,  # 128 and 256 gave no lower loss
+    # A byte says less than a token: so there are more orders, and contexts that are not n-grams. With
+    # contexts a lower learning rate gave a lower loss; without them it did not.
     ngrams=Ngrams(
         (2, 3, 4, 5, 6),
         rows_per_order=65536,
@@ -658,11 +666,11 @@ CPU = replace(
         lr=0.35,
         contexts=("word", "above", "copy"),
     ),
-    # On this text XSA and the pointer raise the loss (docs/settings.md). On others that is not sure.
+    # On this text XSA and the pointer raise the loss (docs/settings.md). On others this is not certain.
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),
     pointer_dim=0,
-    # The schedule, for 160 steps. The next token alone gives a lower loss here than later ones with it, and
-    # bytes have no prefixes.
+    # The schedule, for 160 steps. Training on the next token alone gives a lower loss here than adding later
+    # ones, and bytes have no prefixes.
     # fmt: off
     stages=(
         #  steps batch docs windows      lr_mul
@@ -685,22 +693,21 @@ CPU = replace(
     ),
 )
 
-# GPT-2's tokens and the copy pointer on two cores, to show what depends on the vocabulary.
+# GPT-2's tokens and the copy pointer on two cores, to test what depends on the vocabulary.
 WORDS = replace(
     TWO_CORES,
     preset="words",
     track="words",
-    # Text in GPT-2's tokens.
+    # The text is in GPT-2's tokens.
     data="data/words",
     target=2.5,
     val_every=0,
-    # Logits of so many columns are made for few tokens at once.
+    # The head has many columns, so logits are made for few tokens at once.
     val_slice_tokens=512,
     head_chunk=64,
-    # Of the value embeddings there are only those that MUDD needs: with the others the loss was not lower.
+    # Only MUDD's layer has a value embedding, which it needs; the others did not lower the loss.
     layers=tuple(replace(layer, value=layer.mudd) for layer in LAYERS),
     pointer_dim=32,
-    # Wider than the cpu preset.
     heads=4,
     mlp_dim=256,
     ngrams=Ngrams(
@@ -712,8 +719,8 @@ WORDS = replace(
         lr=0.56,
         contexts=("copy",),
     ),
-    # The schedule, for 170 steps. So short a run learns more from the next token alone than from later ones
-    # and prefixes. Only the last stage computes the logits of all columns.
+    # The schedule, for 170 steps. So short a run learns more from the next token alone than with losses on
+    # later tokens and prefixes. Only the last stage computes the logits of all columns.
     # fmt: off
     stages=(
         #  steps batch docs windows      lr_mul
@@ -740,7 +747,7 @@ WORDS = replace(
     bank_lr=0.018,
 )
 
-# A new preset goes here. PRESETS (section 22) has them by name, each rescaled by its `length`.
+# To add a preset, add it here. PRESETS (section 22) holds them by name, each rescaled by its `length`.
 ALL_PRESETS = (RECORD, CPU, WORDS)
 
 
@@ -751,83 +758,84 @@ ALL_PRESETS = (RECORD, CPU, WORDS)
 # ---- Layers' scalars, gates, and outputs of MUDD -----------------------------------------------------------
 
 
-# A layer's scalars, by the parameter that has a column of each, with their initial values.
+# A layer's scalars and their initial values, by the parameter that has a column for each scalar.
 #
 #   x = resid_attention x + post_attention (out attention(norm(qkv q), norm(qkv k), qkv v + value_embed))
 #       + gated x0 + gated n-grams
 #   x = resid_mlp x + post_mlp (the sum of mlp(norm(x)) over the layer's MLPs)
 #
-# Each layer has them all, also those of parts that it lacks. To add one, add it here and use
-# w.scalars["my_scalar"] by weighted_sum(), which casts: it is (1, 1), in compiled code (T, 1). This changes
-# the parameter's shape, so models that were saved before do not load. A scalar with a switch is a row of
-# PARAMS instead, of the shape (L if cfg.my_switch else 0,).
+# Each layer has all of them, even those of parts that it lacks. To add a scalar, add it here and pass
+# w.scalars["my_scalar"] to weighted_sum(), which casts it. Its shape is (1, 1), or (T, 1) in compiled code. A
+# new scalar changes the parameter's shape, so models that were saved before do not load. If the scalar has a
+# switch, make it an entry of PARAMS instead, with the shape (L if cfg.my_switch else 0,).
 LAYER_SCALARS = {
-    "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so only v feels qkv
+    "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so qkv acts only on v
     "resid_lambdas": {"resid_attention": 1.0488, "resid_mlp": 1.0488},  # sqrt(1.1), as the record rounds it
     "post_lambdas": {"post_attention": 1.0, "post_mlp": 1.0},
 }
-SCALAR_COLUMNS = list(chain.from_iterable(LAYER_SCALARS.values()))  # their names
-# The numbers at the end of the parameter `scalars`, and their initial values.
+SCALAR_COLUMNS = list(chain.from_iterable(LAYER_SCALARS.values()))  # the scalars' names
+# The numbers at the end of the parameter `scalars` and their initial values.
 MODEL_SCALARS = {"smear": 0.0, "skip": -1.5}  # skip: before its sigmoid
 
 
 # The parameters of two small MLPs are stacked along their first axis.
-# "mudd" computes weights of streams: for the layer with MUDD, and for the mix before the head.
+# "mudd" computes weights of streams: one MLP for the layer with MUDD, the other for the mix before the head.
 TO_LAYER, TO_LM_HEAD = 0, 1
-# "mudd_gate" computes the gates of gate_table(): for the layers up to skip_from, and for those after it.
+# "mudd_gate" computes the gates of gate_table(): one MLP for layers up to skip_from, the other for the rest.
 UP_TO_SKIP, AFTER_SKIP = 0, 1
 
 
 class Gate(NamedTuple):
-    """A factor that the MLPs "mudd_gate" output for each token; with mudd_gates=false a learned constant. It
-    is used without a sigmoid; only that of xsa goes through a tanh.
+    """A factor that the MLPs "mudd_gate" output per token; with mudd_gates=false it is a learned constant. No
+    sigmoid is applied; only the xsa gate goes through a tanh.
 
-    Another gate is a field of Layer, which check_layers() may have to limit, a line of gate_table(), a `use`
-    below, and gates[use, i] where it acts: in GPT.attention_branch, or in GPT.trunk, for example on what
-    mlp_branch returns. The smear, the value embeddings and the pointer have gates of other kinds, which do
-    not come from here.
+    To add a gate, add a field to Layer (check_layers() may have to limit it), a line to gate_table() and a
+    `use` below. Then multiply by gates[use, i] where it acts: in GPT.attention_branch or in GPT.trunk, for
+    example on what mlp_branch returns. The smear, the value embeddings and the pointer have other kinds of
+    gates.
     """
 
-    # xsa, output, x0, ngram, or skip, which is multiplied by a learned factor
+    # Where it acts: xsa, output, x0, ngram or skip. The skip gate is also multiplied by sigmoid(scalar skip).
     use: str
     layer: int
-    columns: int  # one, or one a head
-    bias: float  # initial, in units of GATE_SCALE: 10 is an open gate
+    columns: int  # 1, or one per head
+    bias: float  # initial bias, in units of GATE_SCALE: 10 is an open gate
 
 
 def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
-    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
+    """Returns the gates that each of the two gate MLPs outputs, in the order of the MLP's columns.
 
     The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it. The columns are in record 92's order: those of xsa, of outputs,
-    and then all others by layer.
+    skip_from, and serves the layers after it. The columns are in record 92's order: xsa gates, output gates,
+    then all others by layer.
     """
     early: list[Gate] = []
     late: list[Gate] = []
     for i, layer in enumerate(cfg.layers):
-        table = late if i > cfg.skip_from else early
+        gates = late if i > cfg.skip_from else early
         if layer.xsa:
-            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+            gates.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
         if layer.gate:
-            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+            gates.append(Gate("output", i, columns=cfg.heads, bias=2.5))
         if layer.x0:
-            table.append(Gate("x0", i, columns=1, bias=0.0))
+            gates.append(Gate("x0", i, columns=1, bias=0.0))
         if layer.ngram:
-            table.append(Gate("ngram", i, columns=1, bias=0.5))
+            gates.append(Gate("ngram", i, columns=1, bias=0.5))
     if cfg.skip_to < len(cfg.layers):
         late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
-    for table in early, late:
-        table.sort(key=lambda gate: {"xsa": 0, "output": 1}.get(gate.use, 2))
+    for gates in early, late:
+        gates.sort(key=lambda gate: {"xsa": 0, "output": 1}.get(gate.use, 2))
     return early, late
 
 
 GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
-MUDD_SCALARS = ("resid_attention", "post_attention", "resid_mlp", "post_mlp")  # those that MUDD outputs, too
-MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
-GATE_SCALE = 0.1  # initially, times the outputs of the gates' MLPs
+# The LAYER_SCALARS that MUDD overrides.
+MUDD_SCALARS = ("resid_attention", "post_attention", "resid_mlp", "post_mlp")
+MUDD_SCALE = 0.1  # factor of the outputs of MUDD's MLPs
+GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# What the first of MUDD's MLPs outputs for each token, with the initial biases divided by MUDD_SCALE. Most
-# outputs are weights of streams, x the layer's own; resid_* and post_* take the place of its LAYER_SCALARS.
+# What the first of MUDD's MLPs outputs per token, with the initial biases divided by MUDD_SCALE. Most outputs
+# are weights of streams, where x is the layer's own; resid_* and post_* replace the layer's LAYER_SCALARS.
 MUDD_OUTPUTS = {
     "first to value": 0,
     "backout to value": 0,
@@ -839,7 +847,7 @@ MUDD_OUTPUTS = {
     "right value": 20,
     "resid_attention": RESID_BIAS,
     "post_attention": 10,
-    "first with output": 0,  # this and the next are added where attention's output is added
+    "first with output": 0,  # this stream and the next are added where attention's output is added
     "ngram with output": 0.5,
     "resid_mlp": RESID_BIAS,
     "post_mlp": 10,
@@ -847,11 +855,11 @@ MUDD_OUTPUTS = {
 
 
 def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
-    """Returns the streams that lm_head_input adds, by the names that GPT.trunk saves them under, and of each
-    the initial bias of its weight, divided by MUDD_SCALE.
+    """Returns, for each stream that lm_head_input adds, the initial bias of its weight, divided by
+    MUDD_SCALE. The keys are the names that GPT.trunk saves the streams under.
     """
     values = {f"value {i}": 0.0 for i in range(cfg.num_value_tables)}
-    # Half of the backout is taken off at first: that stream was for the layers after it, not for the head
+    # At first half of the backout is subtracted: that stream was for the layers after it, not for the head
     # (PR 140).
     before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
     return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
@@ -859,20 +867,20 @@ def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
 
 def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    gates: tuple[list[float], list[float]] = ([], [])
-    for biases, table in zip(gates, gate_table(cfg)):
-        for gate in table:
+    of_gates: tuple[list[float], list[float]] = ([], [])
+    for biases, gates in zip(of_gates, gate_table(cfg)):
+        for gate in gates:
             biases.extend(gate.columns * [gate.bias])
     return {
         "mudd": (list(MUDD_OUTPUTS.values()), list(lm_head_stream_biases(cfg).values())),
-        "mudd_gate": gates,
+        "mudd_gate": of_gates,
     }
 
 
 # ---- Shapes and initial values -----------------------------------------------------------------------------
 
 
-# Draws an initial value of this shape, on the CPU.
+# Draws an initial value of the given shape on the CPU.
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
@@ -885,19 +893,19 @@ def normal(std: float) -> Draw:
 
 
 def uniform(gain: float, fan_in: int) -> Draw:
-    """Draws from a uniform distribution around 0, whose standard deviation is gain / sqrt(fan_in)."""
+    """Draws from a uniform distribution around 0 with standard deviation gain / sqrt(fan_in)."""
     bound = math.sqrt(3) * gain * fan_in**-0.5
     return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
 
 
 def given_rows(values: Sequence[list[float]]) -> Draw:
-    """Draws nothing: the rows are given. Shorter ones are padded with 0, and a single one may be a vector."""
+    """Returns the given rows, padded with 0 to equal length; a single row may be a vector."""
     tensors = [torch.tensor(row) for row in values]
     return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
 
 
 def zero_second_of_pairs(draw_all: Draw) -> Draw:
-    """Draws as draw_all, with the second matrix of every pair set to 0: a layer begins without MLP."""
+    """Draws as draw_all does, but sets the second matrix of every pair to 0: at first MLPs output 0."""
 
     def draw(shape, generator):
         value = draw_all(shape, generator)
@@ -910,7 +918,7 @@ def zero_second_of_pairs(draw_all: Draw) -> Draw:
 def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     """Returns the shape of every parameter of PARAMS, without padding, and what draws its initial value.
 
-    One with a size of 0 is of a technique that is off: it does not exist.
+    A shape with a 0 means that the technique is off and the parameter does not exist.
     """
     d = cfg.dim
     H = cfg.heads
@@ -923,7 +931,7 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     num_mlps = sum(layer.mlps for layer in cfg.layers)
     num_value_gates = sum(layer.value and not layer.mudd for layer in attending)
     bigram_rows = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The mix before the head weighs each stream as a whole and by groups of its channels.
+    # The mix before the head weighs each stream as a whole and by groups of the stream's channels.
     biases = small_mlp_biases(cfg)
     num_streams = len(lm_head_stream_biases(cfg))
     num_mudd_biases = max(len(MUDD_OUTPUTS), num_streams)
@@ -935,7 +943,7 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     by_layer = {param: L * [list(columns.values())] for param, columns in LAYER_SCALARS.items()}
     scalars = sum(by_layer["scalars"], []) + list(MODEL_SCALARS.values())
     return {
-        # Two heads' queries, or keys, are one matrix, which ANVIL orthogonalizes as a whole.
+        # Two heads' queries, or keys, form one matrix, which ANVIL orthogonalizes as a whole.
         "qk_bank": ((num_wide * H, 2 * D, d), uniform(0.5, d)),
         "narrow_qk_bank": ((num_narrow * H, D, d), uniform(0.5, d)),
         "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
@@ -943,7 +951,7 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
         "scalars": ((len(scalars),), given_rows([scalars])),
         "smear_gate": ((1, GATE_DIM), zeros),
         "ve_gate_bank": ((num_value_gates, H, GATE_DIM), zeros),
-        "mudd_w1": ((2, mudd_dim, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w1": ((2, mudd_dim, d), uniform(0.577, d)),  # Kaiming initialization
         "mudd_w2": ((2, num_mudd_outputs, mudd_dim), zeros),
         "mudd_b2": ((2, num_mudd_biases), given_rows(biases["mudd"])),
         "mudd_gate_w1": ((2, gate_mlp_dim, d), uniform(0.577, d)),
@@ -965,12 +973,12 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter that this model has, in the order of cfg.params.
 
-    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
+    Banks are padded so that each of `world_size` ranks owns the same number of matrices.
     """
     inits = param_inits(cfg)
     names = {spec.name for spec in PARAMS}
     require(names <= inits.keys(), f"PARAMS has {names - inits.keys()}: give each a line of param_inits()")
-    require(names == inits.keys(), f"param_inits() has {inits.keys() - names}: give each a row of PARAMS")
+    require(names == inits.keys(), f"param_inits() has {inits.keys() - names}: give each an entry of PARAMS")
     shapes = {}
     for spec in cfg.params:
         shape, _ = inits[spec.name]
@@ -981,13 +989,13 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
 
 
 def used_specs(cfg: Config) -> list[ParamSpec]:
-    """Returns the rows of cfg.params of the parameters that this model has."""
+    """Returns the entries of cfg.params whose parameters this model has."""
     shapes = param_shapes(cfg, 1)
     return [spec for spec in cfg.params if spec.name in shapes]
 
 
 def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
-    """Returns a parameter's initial value, drawn on the CPU and without padding."""
+    """Returns a parameter's initial value, drawn on the CPU, without padding."""
     shape, draw = param_inits(cfg)[name]
     return draw(shape, seeded(name, seed))
 
@@ -998,28 +1006,28 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
 
 
 class StepPlan(NamedTuple):
-    """Says what the schedule has for one step. plan_step() makes it."""
+    """Holds the schedule's values for one step. plan_step() makes it."""
 
     step: int
     stage: int
-    lr_mul: float  # of every learning rate, as scheduled; ParamSpec.lr_mul multiplies it
-    momentum: float  # ANVIL's, by Nesterov's rule
+    lr_mul: float  # scheduled factor of every learning rate; ParamSpec.lr_mul multiplies it
+    momentum: float  # ANVIL's momentum, in Nesterov's rule
     fast_beta: float  # decay of ANVIL's fast running average of gradients
-    fast_weight: float  # its weight in the momentum; the slow average has the rest
-    # Attention windows by name, tokens. Rotary tables follow Stage.windows, not these.
+    fast_weight: float  # that average's weight in the momentum; the slow average has the rest
+    # Attention windows in tokens, by name. Rotary tables follow Stage.windows instead.
     windows: dict[str, int]
     batch_tokens: int
     max_doc_len: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
-    prefix: float  # of the loss on the next token's prefix; 0: none
+    prefix: float  # weight of the loss on the next token's prefix; 0: no such loss
     sampled_columns: int  # columns of the head that are computed; 0: all
-    late_updates: bool  # from Config.late_updates_from on
-    average_rates: tuple[float, ...]  # of each row of Config.averages, after this step; 0: it does not tick
-    fp8_exact: bool  # the scales of the MLPs' weights in FP8 are this step's, not those of the step before
-    # Up to the untie step's update embed is the transpose of lm_head: at first one matrix learns faster from
-    # both ends, later two fit better (PRs 175, 178).
+    late_updates: bool  # true from Config.late_updates_from on
+    average_rates: tuple[float, ...]  # rates of Config.averages after this step; 0: no tick
+    fp8_exact: bool  # FP8 scales of the MLPs' weights are this step's, not those of the step before
+    # Up to the untie step's update embed is the transpose of lm_head. At first one matrix learns faster from
+    # both ends; later two matrices fit better (PRs 175, 178).
     tied: bool
-    untie: bool  # after this step's update they are untied
+    untie: bool  # embed and lm_head are untied after this step's update
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
@@ -1032,37 +1040,38 @@ class StepPlan(NamedTuple):
         return late if self.late_updates else early
 
     def interval_ratio(self, interval: UpdateInterval) -> int:
-        """Returns how many times rarer updates are than at first.
+        """Returns the present interval divided by the early one: 1, 2 or 4.
 
-        Adam raises its betas to this power and multiplies weight decay by it: a step still counts the same.
+        Adam raises its betas to this power and multiplies weight decay by it, so that a step still counts the
+        same.
         """
         return self.steps_between(interval) // interval[0]
 
     def is_update_step(self, interval: UpdateInterval) -> bool:
-        """True if this step ends with an update of what has this interval."""
+        """Returns whether an update with this interval is due at the end of this step."""
         return (self.step + 1) % self.steps_between(interval) == 0
 
 
 def untie_step(cfg: Config) -> int:
-    """Returns the last stage's first step, made odd so that Adam updates on it.
+    """Returns the first odd step of the last stage, at which Adam updates.
 
-    With one stage, or a last one that is too short, it is no step of the run: then lm_head and embed stay
-    tied.
+    With one stage, or a last stage that is too short, the result is not a step of the run: lm_head and embed
+    then stay tied.
     """
     return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
 
 
 def part_at(t: float, parts: tuple):
-    """Returns the value whose part of 0 .. 1 contains t, if all have equal parts; 0 if `parts` is empty."""
+    """Returns the value at t if the values divide 0 .. 1 into equal parts; 0 if `parts` is empty."""
     return parts[int(t * len(parts))] if parts else 0
 
 
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
     """Returns the factor of all learning rates.
 
-    It is stage.lr_mul until the cooldown, which is the last cooldown_frac of the steps before the last stage.
-    In the cooldown it moves linearly from stage.lr_mul to the last stage's lr_mul, which the last stage
-    keeps. It may jump where a stage begins.
+    The factor is stage.lr_mul until the cooldown, which is the last cooldown_frac of the steps before the
+    last stage. In the cooldown it moves linearly from stage.lr_mul to the last stage's lr_mul, which the last
+    stage keeps. It may jump where a stage begins.
     """
     end = cfg.stage_starts[-1]
     cooldown_from = int(end * (1 - cfg.cooldown_frac))
@@ -1073,8 +1082,8 @@ def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
 
 
 def scheduled_momentum(cfg: Config, step: int) -> float:
-    """Returns the momentum: a line from min to max, then max, and in the last steps a line towards min, which
-    it would reach one step after the last.
+    """Returns the momentum. It rises linearly from min to max and stays there. In the last steps it falls
+    linearly towards min, which it would reach one step after the last.
     """
     to_go = (cfg.momentum_warmup - step) / max(1, cfg.momentum_warmup)
     cooled = (step - cfg.steps + cfg.momentum_cooldown) / max(1, cfg.momentum_cooldown)
@@ -1086,9 +1095,9 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does.
 
     To add a scheduled value, add a field to StepPlan and set it here. Then,
-    - if the forward or the backward reads it and it has few values, pass it to forward_backward(), too:
+    - if the forward or the backward reads it and it has few values, also pass it to forward_backward():
       CUDAGraphs captures a graph for each value;
-    - if it has many values, make it a tensor of MicroBatch, as loss_weights;
+    - if it has many values, make it a tensor of MicroBatch, like loss_weights;
     - if GPT.trunk reads it as a size or a Python number, name it in trunk's `dynamic`;
     - if a new value needs a new compilation, add it to `kind` in warmup_ranges().
     """
@@ -1127,20 +1136,20 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
 
 @cache
 def tick_rates(average: WeightAverage, steps: int) -> dict[int, float]:
-    """Returns the steps, of a run of `steps`, after which an average ticks, and each tick's rate."""
+    """Returns the rate of each tick of an average, by the step that it follows, in a run of `steps` steps."""
     ticks = []
-    for left in reversed(range(min(average.window, steps))):  # steps after this one
+    for left in reversed(range(min(average.window, steps))):  # steps left after this one
         if left % average.every == average.offset or left in average.also:
             ticks.append(steps - 1 - left)
     rates = dict.fromkeys(ticks, average.rate)
     if ticks:
         rates[ticks[-1]] = average.last_rate or average.rate
-        rates[ticks[0]] = 1.0  # a copy of the parameter
+        rates[ticks[0]] = 1.0  # the first tick copies the parameter
     return rates
 
 
 def average_rates(cfg: Config, step: int) -> tuple[float, ...]:
-    """Returns how far each row of Config.averages moves after a step; 0: it does not tick then."""
+    """Returns the rate at which each of Config.averages ticks after a step; 0: it does not tick."""
     return tuple(tick_rates(average, cfg.steps).get(step, 0.0) for average in cfg.averages)
 
 
@@ -1153,8 +1162,8 @@ def num_microbatches(cfg: Config, world_size: int) -> int:
 
 
 def loss_share(cfg: Config, world_size: int) -> float:
-    """Returns 1 / the number of a rank's micro-batches: a factor of their loss weights, so of all gradients,
-    and so of the scales of gradients in FP8.
+    """Returns 1 / (micro-batches per rank), which multiplies loss weights, gradients and gradients' FP8
+    scales.
     """
     return world_size / num_microbatches(cfg, world_size)
 
@@ -1162,12 +1171,13 @@ def loss_share(cfg: Config, world_size: int) -> float:
 def warmup_ranges(cfg: Config) -> list[range]:
     """Returns ranges of steps for the warm-up, which together have every kind of step.
 
-    A kind is a stage, a number of sampled columns, prefixes or none, late updates or none. The first step of
-    each kind has a range: the two or three steps before it, itself, and the next one. At the last stage's
-    start the range goes on for four steps: the first two untie embed, the others update it on its own. Ranges
-    begin at even steps, so that with the intervals 1 and 2 gradients overwrite and add as in the run.
+    A kind is a stage, a number of sampled columns, prefixes or none, and late updates or none. The first step
+    of each kind has a range: the two or three steps before it, the step itself, and the next one. At the last
+    stage's start the range goes on for four steps: embed is untied in the first or the second of them, and
+    trained alone afterwards. Ranges begin at even steps, so that with the intervals 1 and 2 gradients
+    overwrite and add as in the run.
     """
-    first_steps: dict[tuple, int] = {}  # of each kind of step
+    first_steps: dict[tuple, int] = {}  # the first step of each kind
     for step in range(cfg.steps):
         plan = plan_step(cfg, step)
         kind = plan.stage, plan.sampled_columns, plan.prefix > 0, plan.late_updates
@@ -1195,11 +1205,11 @@ def require(ok: object, message: str) -> None:
 
 
 @contextlib.contextmanager
-def user_error_on(problem: str, fix: str, *kinds: type[Exception]):
-    """Turns errors of these kinds into a UserError: the problem, the error's own first line, what to do."""
+def user_error_on(problem: str, fix: str, *errors: type[Exception]):
+    """Turns these errors into a UserError: `problem`, the error's own first line, and `fix`."""
     try:
         yield
-    except kinds as e:
+    except errors as e:
         reason, *_ = f"{e}\n".splitlines()
         raise UserError(f"{problem}: {reason}; {fix}") from None
 
@@ -1209,7 +1219,7 @@ TRACING = False  # set by --profile: record_function takes 10 us even if nothing
 
 @contextlib.contextmanager
 def traced(label: str):
-    """Labels in a trace what runs inside, or as a decorator the calls of a function.
+    """Labels a block in a trace or, as a decorator, every call of a function.
 
     A label says what the step does, and with which parameter. Compiled functions cannot be labelled.
     """
@@ -1221,18 +1231,18 @@ def traced(label: str):
 
 
 COMPILER: Callable | None = None  # compiles a function; None: functions run as written
-# compiled() fills both.
-DYNAMIC_ARGUMENTS: set[str] = set()  # names of arguments; each is dynamic in every compiled function
+# compiled() fills both sets.
+DYNAMIC_ARGUMENTS: set[str] = set()  # names of arguments that are dynamic in every compiled function
 WITHOUT_AUTOTUNING: set[str] = set()  # names of functions
 
 
 def compiled(
     function: Callable | None = None, dynamic: Sequence[str] = (), autotune: bool = True
 ) -> Callable:
-    """Decorates a function that runs as COMPILER compiled it, if there is a COMPILER.
+    """Decorates a function so that COMPILER compiles it, if there is a COMPILER.
 
-    dynamic: arguments whose sizes and numbers vary without a new graph. Without autotuning kernels do not run
-    on copies of their arguments first.
+    dynamic: arguments whose sizes and numbers may vary without a new graph. autotune=False: Inductor does not
+    benchmark kernels on copies of their arguments.
     """
     if function is None:
         return partial(compiled, dynamic=dynamic, autotune=autotune)
@@ -1249,7 +1259,7 @@ def compiled(
     return call
 
 
-# Redrawn often on a terminal, but rarely in a file, which keeps every line.
+# The bar is redrawn often on a terminal, but rarely in a file, which keeps every line.
 progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 10)
 
 
@@ -1258,18 +1268,18 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def acc_dtype(cfg: Config) -> torch.dtype:
-    """Returns the dtype of sums, moments, lambdas and angles: fp32, or fp64 for an fp64 model."""
+    """Returns the dtype of sums, moments, layers' scalars and angles: fp32, or fp64 for an fp64 model."""
     return torch.promote_types(dtype_of(cfg.dtype), torch.float32)
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Returns x in at least fp32: as it is, if it is fp32 or fp64."""
+    """Returns x in at least fp32: unchanged if it is fp32 or fp64 already."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x.to(dtype), but without the call if x has the dtype: in a compiled forward of an autograd
-    Function torch 2.11 may lose gradients through it (pytorch issue 180642).
+    """Returns x.to(dtype), but without the call if x has that dtype: in a compiled forward of an autograd
+    Function, torch 2.11 may lose gradients through the call (pytorch issue 180642).
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -1287,18 +1297,18 @@ EMPTY_INT32 = np.empty(0, np.int32)
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
-    """Returns a generator for one tensor alone: what it draws does not depend on which others there are."""
+    """Returns a generator for one tensor only: its values do not depend on which other tensors exist."""
     return torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
 
 
-map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
+map_tensors = partial(tree_map_only, Tensor)  # arguments: a function, a nest of dicts and tuples
 
 
 def pack(nest):
     """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
 
-    If the process uses a GPU, the buffer is page-locked; torch reuses such memory when no tensor holds it and
-    the asynchronous copies from it are done.
+    If the process uses a GPU, the buffer is page-locked. torch reuses such memory once no tensor holds it and
+    pending copies from it are finished.
     """
     sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
@@ -1307,7 +1317,7 @@ def pack(nest):
 
 
 def move(packed, device: torch.device, empty: Callable = torch.empty):
-    """Returns a packed nest on `device`, by one copy, asynchronous to a GPU, into what `empty` returns."""
+    """Returns the nest on `device`, moved by one copy, asynchronous to a GPU, into a buffer from `empty`."""
     tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
     if not tensors:
         return packed
@@ -1325,12 +1335,12 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
 
 @cache
 def device_scalar(value: float, device: torch.device) -> Tensor:
-    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    """Returns a 0-d fp32 tensor, made once: on a GPU, each takes a launch."""
     return torch.full((), value, device=device)
 
 
 def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """Returns a 0-d tensor on the CPU of what changes by step, so that compiled code does not recompile."""
+    """Returns a number that changes by step as a 0-d CPU tensor, so that compiled code does not recompile."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -1344,8 +1354,9 @@ def write_transpose(out: Tensor, x: Tensor) -> None:
 
 @compiled
 def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
+    """Adds x (n, P) to distinct `columns` (P,) int32 of out (n, m)."""
+    # On a GPU index_add_ uses atomics, which distinct columns do not need.
+    if out.is_cuda or torch.compiler.is_compiling():
         out[:, columns.long()] += x
     else:
         out.index_add_(1, columns, x)
@@ -1353,9 +1364,9 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 # ---- What several kernels use ------------------------------------------------------------------------------
 
-# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
-# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
-# on one H200.
+# Tile sizes, warps and pipeline stages are defined before each launch. The tiles of matmuls fit a block's
+# shared memory: 99 KiB on consumer GPUs, 163 on the A100, 227 on the H100 and B200.
+# bench/gpu/h200/1_tiles.txt lists what was tried on one H200.
 
 
 @jit
@@ -1365,7 +1376,7 @@ def load_fp32(ptrs, mask):
 
 @jit
 def tile_offsets(rows, cols, M, N):
-    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
+    """Returns the offsets of these rows and columns in a matrix (M, N), and a mask of existing ones."""
     offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
     return offs, (rows[:, None] < M) & (cols[None, :] < N)
 
@@ -1376,41 +1387,39 @@ def tile_offsets(rows, cols, M, N):
 
 
 class Batch(NamedTuple):
-    """What one step trains on. The Prefetcher's thread builds it, and train_step() reads it."""
+    """Holds what one step trains on. The Prefetcher's thread builds it, and train_step() reads it."""
 
     plan: StepPlan
-    micro_batches: list[MicroBatch]  # pack() has put each in one host buffer, and its segments in another
+    micro_batches: list[MicroBatch]  # each packed in one host buffer, its segments in another
     position: tuple[int, ...]  # where the loader stands after this batch; a resumed run starts there
-    # The routes of each table that this step updates, by table, packed together. The first batch after an
-    # update of the n-grams has the routes of "ngrams", for all rows that are read up to the next update.
+    # The routes of the tables that this step updates, by table name, packed in one buffer. The first batch
+    # after an update of the n-grams also has those of "ngrams", for all rows read up to the next update.
     routes: dict[str, RowRoutes]
 
 
 class MicroBatch(NamedTuple):
-    """Some documents, one after the other: what one forward and backward takes. Section 21 makes it on the
-    host.
-    """
+    """Holds documents, laid end to end, for one forward and backward. Section 21 makes it on the host."""
 
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    # (K, T) int32, K for each token: rows of bigram_embed (K = 1), or of the n-gram table
+    # (K, T) int32: each token's K rows of bigram_embed (K = 1), or of the n-gram table
     hashed_rows: Tensor
-    sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
+    sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply hashed_rows
     # (n,) int32: 0, then the ends of the documents, or of the pieces that attention splits them into. The
-    # last end, T, is repeated until n is a usual length.
+    # last end, T, is repeated up to cu_seqlens_capacity() entries, so that the shape seldom changes.
     cu_seqlens: Tensor
-    max_seqlen: int  # none of these documents or pieces is longer
+    max_seqlen: int  # no document or piece is longer
     # In training:
-    slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
-    # By ParamSpec.rows_by: "inputs", "hashed_rows". Their ids are rows; for n-grams, slots. They are packed
-    # apart from the rest, because their sizes vary.
+    slots: Tensor | None = None  # (K, T) int32: slots of the n-grams' hashed_rows in NgramTable.cache
+    # By ParamSpec.rows_by: "inputs" or "hashed_rows". Ids are row ids or, for n-grams, slots. Segments are
+    # packed apart from the rest, because their sizes vary.
     segments: dict[str, Segments] = {}
-    sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
-    # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
+    sampled_columns: Tensor | None = None  # (P,) int32, ascending: columns of the head; None: all
+    # (losses,), acc_dtype: this micro-batch's share of StepPlan.loss_weights
     loss_weights: Tensor | None = None
 
 
-# By ParamSpec.rows_by: makes the Segments of the rows that a micro-batch looks up.
+# Functions that make the Segments of the rows that a micro-batch looks up, by ParamSpec.rows_by.
 SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
     "inputs": lambda micro_batch: make_segments(micro_batch.inputs),
     "hashed_rows": lambda micro_batch: make_segments(micro_batch.hashed_rows, micro_batch.sign_ids),
@@ -1420,11 +1429,11 @@ SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
 def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, next_batch: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
-    """Trains on one batch. Returns this rank's loss for the log, a weighted mean over targets: 0-d, on the
-    device. It is not comparable with a validation's: sampled columns lower it, as the softmax is over fewer
-    tokens, and so do prefixes, as a missing target counts as 0; losses on later tokens raise it.
+    """Trains on one batch. Returns this rank's loss for the log: a weighted mean over targets, 0-d, on the
+    device. It is not comparable with a validation loss. Sampled columns lower it, as the softmax is over
+    fewer tokens. Prefixes lower it, as a missing target counts as 0. Losses on later tokens raise it.
 
-    `next_batch()` returns the next batch, or None; its n-grams are fetched once their table is updated.
+    `next_batch()` returns the next batch, or None. Its n-grams are fetched once their table is updated.
     """
     plan = batch.plan
     model.use_rotary(plan.stage)
@@ -1449,9 +1458,10 @@ def train_step(
             fp8_operands=fp8_operands,
         )
         for param in optimizer.params.values():
-            param.end_backward()  # banks and lm_head add from here on; tables always add
+            param.end_backward()  # banks and lm_head add gradients from here on; tables always do
         optimizer.add_row_grads(row_grads, segments, model.signs)
-        # Only the logged loss is a mean over tokens; gradients are of the sum.
+        # The logged loss is a mean over tokens. Gradients are of the sum over tokens, averaged over
+        # micro-batches by loss_weights.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if model.fp8_state:
@@ -1472,9 +1482,9 @@ def forward_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Runs a micro-batch's forward and backward, which gives gradients to optimizer.params.
 
-    with_prefix: the last of the micro-batch's loss weights is that of prefixes. Returns the weighted sum of
-    losses, 0-d, and by table the gradients (T, ...) of what tokens have looked up. What changes on the host
-    must be an argument, or CUDAGraphs would replay what it was.
+    with_prefix: the last of the micro-batch's loss weights is for prefixes. Returns the weighted sum of
+    losses, 0-d, and the gradients (T, ...) of what tokens have looked up, by table. What changes on the host
+    must be an argument: otherwise CUDAGraphs would replay its old value.
     """
     # Forward.
     looked_up = model.look_up(micro_batch, training=True)
@@ -1502,7 +1512,7 @@ def forward_backward(
         torch.autograd.backward(roots, root_grads)
     row_grads = {}
     for name, rows in looked_up.items():
-        if rows.grad is not None:  # of n-grams it is None if no layer adds them
+        if rows.grad is not None:  # for n-grams it is None if no layer adds them
             row_grads[name] = rows.grad
     return loss, row_grads
 
@@ -1510,20 +1520,20 @@ def forward_backward(
 def validate(
     model: GPT, loader: ValLoader, comm: Collectives, windows: dict[str, int], slices: int | None = None
 ) -> float:
-    """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
+    """Returns the mean of all slices' mean losses, the same however slices are spread over ranks.
 
-    Optimizer.wait() must have been called since the last step. slices: how many of the first slices; None:
-    all. Rank 0 draws its progress.
+    Optimizer.wait() must have been called since the last step. slices: how many, from the first on; None:
+    all. Rank 0 shows a progress bar.
     """
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
-    # All ranks make as many rounds, some without a slice: fetching rows of n-grams is collective.
+    # All ranks make the same number of rounds, some without a slice, because fetching n-grams is collective.
     own = range(comm.rank, padded(slices, comm.world_size), comm.world_size)
     for i in progress_bar(own, "validation", leave=False, disable=comm.rank > 0, delay=1):
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(torch.empty(0, dtype=torch.int32))  # no rows: the call is collective
+            model.ngrams.fetch(torch.empty(0, dtype=torch.int32))  # no rows
     return comm.all_reduce(losses).wait().mean().item()
 
 
@@ -1533,28 +1543,28 @@ def validate(
 
 
 class Training(NamedTuple):
-    """What the warm-up and the timed loop work with."""
+    """Holds what the warm-up and the timed loop work with."""
 
     data: Dataset
     model: GPT
     optimizer: Optimizer
     val: ValLoader
-    loader_comm: Collectives  # of the thread that builds batches
+    loader_comm: Collectives  # for the thread that builds batches
 
 
 class Progress(NamedTuple):
-    """How far a run has come; a checkpoint holds it."""
+    """Holds how far a run has come. A checkpoint contains it."""
 
     step: int = 0
     train_ms: float = 0.0
-    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after that step
+    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after `step` steps
 
 
 class Checkpoints(NamedTuple):
-    """Which checkpoints a run writes."""
+    """Says which checkpoints a run writes."""
 
     folder: Path
-    task: dict  # task_of()'s
+    task: dict  # task_of()'s result
     steps: Container[int]  # after these steps, counted from 1
 
 
@@ -1565,9 +1575,9 @@ def train(
     checkpoints: Checkpoints | None = None,
     profiler: torch.profiler.profile | None = None,
 ) -> dict:
-    """Trains from `start` on, against the clock. Returns the log's first closing lines.
+    """Trains from `start` on, against the clock. Returns the first of the log's closing lines, by name.
 
-    The clock stops while validating and saving; meanwhile threads go on building batches.
+    The clock stops during validation and saving, while threads go on building batches.
     """
     model, optimizer = training.model, training.optimizer
     cfg = model.cfg
@@ -1578,7 +1588,7 @@ def train(
     loader = TrainLoader(cfg, train_shards, rank, optimizer.comm.world_size, start.position)
     plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
     batches = Prefetcher(loader, plans, training.loader_comm)
-    if cfg.predicts_prefixes:  # on the clock, as it is made of the data
+    if cfg.predicts_prefixes:  # on the clock, because the table is made from the data
         model.longest_prefix.copy_(prefix_table(training.data.vocabulary, cfg.padded_vocab))
     bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
 
@@ -1621,9 +1631,9 @@ def train(
 def log_validation(
     training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
 ) -> dict:
-    """Stops the clock, validates after `step` steps, and logs the loss. Returns closing lines.
+    """Stops the clock, validates after `step` steps, and logs the loss. Returns closing lines, by name.
 
-    Raises UserError if it is not finite, so no such model is saved.
+    Raises UserError if the loss is not finite, so that no such model is saved.
     """
     model = training.model
     with clock.paused() as ms:
@@ -1638,8 +1648,8 @@ def log_validation(
 
 
 def warm_up(training: Training) -> None:
-    """Runs a step of every kind, so that nothing is compiled on the clock, and device buffers exist; then
-    restores all.
+    """Runs a step of every kind, so that nothing is compiled on the clock, and device buffers exist. Then
+    restores everything.
     """
     model, optimizer = training.model, training.optimizer
     cfg, comm = model.cfg, optimizer.comm
@@ -1654,8 +1664,10 @@ def warm_up(training: Training) -> None:
             optimizer.wait()
             validate(model, training.val, comm, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
-            AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
-        if optimizer.ngrams:  # not in `before`; and a later range may begin before its rows' last_update
+            AsyncLoss().push(plan.step, loss)  # allocates pinned memory
+        if optimizer.ngrams:
+            # The table is not in `before`: zeros restore it. They also let the next range begin before the
+            # rows' last_update.
             for t in optimizer.ngrams.state_dict().values():
                 t.zero_()
         optimizer.drop_grads()
@@ -1665,7 +1677,7 @@ def warm_up(training: Training) -> None:
 
 
 def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
-    """Warms up, and restores the checkpoint, if there is one. Returns where training begins."""
+    """Warms up, and restores the checkpoint if there is one. Returns where training begins."""
     if training.model.cfg.warmup:
         began = time.perf_counter()
         log.print0("warm-up: a step of every kind, off the clock", file=False)
@@ -1675,21 +1687,21 @@ def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
     if resumed:
         restore(resumed, training.model, training.optimizer)
         start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
-        resumed.clear()  # or its files, which are mapped, could not be removed over a network
-    gc.collect()  # what building and warm-up left behind is not collected on the clock,
-    gc.freeze()  # nor searched again
+        resumed.clear()  # unmaps its files, which could not be removed over a network otherwise
+    # Garbage of building and warm-up is collected now, off the clock. What remains is not searched again.
+    gc.collect()
+    gc.freeze()
     return start
 
 
 class Clock:
-    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
+    """Measures the milliseconds of training, starting at `ms`. It stops inside `with clock.paused()`."""
 
     def __init__(self, ms: float = 0.0):
         self.began = self.synchronized() - ms / 1000
 
-    @staticmethod
-    def synchronized() -> float:
-        """Waits until the device has done all its work. Returns the time in seconds."""
+    def synchronized(self) -> float:
+        """Waits until the device has finished all its work. Returns the time in seconds."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -1709,15 +1721,15 @@ class Clock:
 class AsyncLoss:
     """Reads the losses of steps without waiting for the device.
 
-    latest: the newest (step, loss) that has arrived on the host; (0, None) before there is one.
+    latest: the newest (step, loss) that has arrived on the host; (0, None) before the first arrives.
     """
 
     def __init__(self):
-        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
+        self.queue = []  # entries (step, loss on the host, event after its copy), oldest first
         self.latest = (0, None)
 
     def push(self, step: int, loss: Tensor) -> None:
-        """Starts the copy of a step's loss, 0-d."""
+        """Starts to copy a step's loss, 0-d, to the host."""
         arrived = None
         if loss.is_cuda:
             loss = loss.to("cpu", non_blocking=True)  # into pinned memory
@@ -1726,7 +1738,7 @@ class AsyncLoss:
         self.queue.append((step, loss, arrived))
 
     def poll(self) -> None:
-        """Takes arrived losses. Raises UserError if one is not finite."""
+        """Moves the losses that have arrived to `latest`. Raises UserError if one is not finite."""
         while self.queue:
             step, loss, arrived = self.queue[0]
             if arrived is not None and not arrived.query():
@@ -1743,35 +1755,35 @@ class AsyncLoss:
 
 # A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
 Term = tuple[Tensor | None, Tensor]
-Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, columns) if they are constants
+Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, columns) if constant
 
 
-ROTARY_BASE = 1024  # the longest wavelength is 2 pi times as many positions, before YaRN
-YARN_TURNS = (1, 32)  # turns in a window: below the first a frequency stretches, above the second it stays
-YARN_SCALE = 0.2  # times log(new / old window) is how far the softmax scale grows
+ROTARY_BASE = 1024  # before YaRN, the longest wavelength is 2 pi times this many positions
+YARN_TURNS = (1, 32)  # turns in a window: below the first a frequency is stretched, above the second kept
+YARN_SCALE = 0.2  # a new window multiplies the softmax scale by 1 + YARN_SCALE * log(new / old window)
 
 
 class RotaryFamily(NamedTuple):
     cos: Tensor  # (positions, head_dim / 4)
     sin: Tensor
-    scale: Tensor  # of the softmax, 0-d: a float would recompile for each value
+    scale: Tensor  # softmax scale, 0-d: code with a float would recompile for each value
 
 
 class MLPWeights(NamedTuple):
     fc: BankMatrix  # (F, d)
     proj: BankMatrix  # (F, d)
-    fp8: FP8Operands | None  # both in FP8, if the MLP runs in FP8
+    fp8: FP8Operands | None  # both matrices in FP8, if the MLP runs in FP8
 
 
 class LayerWeights(NamedTuple):
-    """What one layer computes with. None: the layer does not use it."""
+    """Holds what one layer computes with. None: the layer does not use it."""
 
     qk: BankMatrix | None  # (2 H Dq, d): queries and keys
     v: BankMatrix | None  # (H Dv, d)
     out: BankMatrix | None  # (d, H Dv)
     # (T, d), added to the values: the tokens' value embeddings, or what mudd_connections() makes of them
     value_embed: Tensor | None
-    ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
+    ve_gate: Tensor | None  # (H, GATE_DIM); None: the value embeddings have no gate
     mlps: list[MLPWeights]
     scalars: dict[str, Tensor]  # by the names in LAYER_SCALARS, (T or 1, 1) each
 
@@ -1779,7 +1791,7 @@ class LayerWeights(NamedTuple):
 class GPT(nn.Module):
     """The language model. Parameters have the shapes of `param_shapes` and are drawn from `seed`."""
 
-    if typing.TYPE_CHECKING:  # parameters are registered by name, and found so
+    if typing.TYPE_CHECKING:  # parameters are registered and found by name
 
         def __getattr__(self, name: str) -> Tensor: ...
 
@@ -1795,10 +1807,10 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.backend = backend or TORCH_BACKEND
         self.device = torch.device(device)
-        # The NgramTable, or outside training any object with its fetch(). build() or the caller sets it.
+        # The NgramTable or, outside training, any object with its fetch(). build() or the caller sets it.
         self.ngrams: typing.Any = None
-        # For move(): torch.empty, but with one tensor for each size. In training a micro-batch overwrites the
-        # last one of its size, so micro-batches of equal shapes have equal addresses, which CUDA graphs need.
+        # The `empty` of move(): torch.empty, but with one tensor per size. In training a micro-batch
+        # overwrites the last one of its size, so equal shapes have equal addresses, which CUDA graphs need.
         self.micro_batch_buffer = cache(torch.empty)
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.loss_share = loss_share(cfg, world_size)
@@ -1831,18 +1843,18 @@ class GPT(nn.Module):
                 self.bank_names.append(spec.name)
             elif spec.rows_by == "inputs":
                 self.token_embeddings.append(spec.name)
-        # The name of the table that ngram_sums() reads: of a parameter, or of Optimizer.ngrams.
+        # The name of the table that ngram_sums() reads, a parameter or Optimizer.ngrams.
         self.ngram_key = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
 
     def register_constants(self) -> None:
-        """Allocates what is not trained, but follows from the config or the data, or is drawn once."""
+        """Allocates tensors that are not trained, but follow from the config or data, or are drawn once."""
         cfg, device = self.cfg, self.device
         # N-grams that share a row of the table multiply it by different random signs: each sees the others'
         # shares as noise of mean zero (record 83).
         width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
         signs = torch.zeros(cfg.sign_rows, width, dtype=dtype_of(cfg.dtype), device=device)
         self.register_buffer("signs", signs)
-        # Each token's longest prefix, by prefix_table(); until that is built no token has one.
+        # Each token's longest prefix. Until train() copies prefix_table() here, no token has one.
         self.longest_prefix = torch.full((cfg.padded_vocab,), -1, device=device)
         self.copy_gate_column = torch.tensor([cfg.copy_gate_column], device=device)
 
@@ -1862,10 +1874,10 @@ class GPT(nn.Module):
     def look_up(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
         """Returns what a micro-batch's tokens look up, by table, for forward().
 
-        From a table of tokens each token's row, (T, ...); from bigram_embed or the n-grams sums of rows, (T,
+        A table of tokens gives each token's row, (T, ...); bigram_embed or the n-grams give sums of rows, (T,
         width). In training, rows of n-grams are in NgramTable.cache, and the backward leaves gradients in the
-        `grad` of what the layers have read, which add_row_grads() adds to the tables. Otherwise rows of
-        n-grams are fetched here.
+        `grad` of what the layers have read; add_row_grads() adds these gradients to the tables. Outside
+        training, rows of n-grams are fetched here.
         """
         found = {self.ngram_key: self.ngram_sums(micro_batch, training)}
         for name in self.token_embeddings:
@@ -1879,8 +1891,8 @@ class GPT(nn.Module):
     def ngram_sums(self, micro_batch: MicroBatch, training: bool) -> Tensor:
         """Returns the sum (T, width) of the rows of each token's n-grams, or bigram, times their signs.
 
-        Hashed n-grams are an embedding of this token and those before, so that no layer need recognize
-        frequent ones (PR 201).
+        A hashed n-gram embeds a token together with those before it, so no layer has to learn to recognize
+        frequent n-grams (PR 201).
         """
         ids = micro_batch.hashed_rows
         if self.ngram_key == "bigram_embed":
@@ -1905,16 +1917,16 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
-        windows: tokens, by name. banks: Optimizer.banks(). Without it, outside of training steps, the banks'
-        gradients are autograd's. With `fp8_operands`, from FP8State.begin_step, MLPs are in FP8.
+        windows: tokens, by name. banks: Optimizer.banks(); without it, outside training steps, autograd holds
+        the banks' gradients. With `fp8_operands`, from FP8State.begin_step, the MLPs run in FP8.
         """
         if banks is None:
             banks = {name: Bank(getattr(self, name)) for name in self.bank_names}
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
         return self.trunk(looked_up, sequence, windows, banks, fp8_operands)
 
-    # Only dense attention needs a graph for each window. Another size or number that varies by step must be
-    # named here, or each of its values compiles anew.
+    # Sizes and Python numbers that vary by step must be named here, or each value is compiled anew. Dense
+    # attention is compiled anew for each window anyway.
     @compiled(dynamic=("looked_up", "sequence", "windows"))
     def trunk(
         self,
@@ -1924,7 +1936,7 @@ class GPT(nn.Module):
         banks: dict[str, Bank],
         fp8_operands: FP8Operands | None,
     ) -> Tensor:
-        """Runs all layers, as forward() says. Compiled, it is one graph, and its backward is another.
+        """Runs all layers, as forward() says. Compiled, it is one graph, and its backward another.
 
         sequence: MicroBatch.cu_seqlens and .max_seqlen.
         """
@@ -1943,8 +1955,8 @@ class GPT(nn.Module):
         x = x0
         if cfg.layers[0].ngram:
             x = weighted_sum([(None, x0), (gates["ngram", 0], ngram)])
-        # Streams that later layers and lm_head_input() read. Until a layer saves its own, each is the stream
-        # that enters layer 0, but for "ngram" and the values.
+        # Streams that later layers and lm_head_input() read. Except for "ngram" and the values, each is the
+        # stream that enters layer 0 until a layer saves its own.
         streams = {
             "ngram": ngram,
             "first": x,  # enters layer 0
@@ -1952,7 +1964,7 @@ class GPT(nn.Module):
             "backout": x,  # leaves layer backout_from
             "normed backout": x,
             "mudd": x,  # enters the layer with MUDD weights
-            "mudd mlp": x,  # the input of its MLP
+            "mudd mlp": x,  # the input of that layer's MLP
         }
         for i, value in enumerate(value_embeds):
             streams[f"value {i}"] = value
@@ -1960,11 +1972,11 @@ class GPT(nn.Module):
         for i, (layer, w) in enumerate(zip(cfg.layers, weights)):
             if i == cfg.skip_to:
                 x = weighted_sum([(None, x), (torch.sigmoid(skip) * gates["skip", i], streams["skip"])])
-            added: list[Term] = []  # to the stream, before the MLPs
+            added: list[Term] = []  # terms added to the stream before the MLPs
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else streams["normed backout"]
-                # After h: MUDD changes the stream, and what is added to the values, but not what queries,
-                # keys and values are computed from.
+                # MUDD comes after h: it changes the stream, and what is added to the values, but not
+                # attention's input h.
                 if layer.mudd:
                     streams["mudd"] = x
                     x, w, added = self.mudd_connections(x, w, streams)
@@ -1995,13 +2007,12 @@ class GPT(nn.Module):
     def layer_weights(
         self, banks: dict[str, Bank], value_embeds: Sequence[Tensor], fp8_operands: FP8Operands | None, T: int
     ) -> list[LayerWeights]:
-        """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
+        """Returns each layer's part of the banks, the value embeddings (T, d) and the scalars.
 
-        Each bank is in the order of the layers. vo_bank has a value and an output matrix for each
-        layer that attends, mlp_bank fc and proj for each MLP. qk_bank and narrow_qk_bank have as many
-        matrices for a layer as it has heads: their rows are first all its queries', then all its keys'. So in
-        the record preset layer 3, the first with wide heads, has matrices 0 .. 5 of qk_bank, and the first
-        three are its queries'.
+        Each bank's matrices are in the order of the layers. vo_bank has a value and an output matrix per
+        layer that attends, and mlp_bank has fc and proj per MLP. qk_bank or narrow_qk_bank has H matrices for
+        each layer: their rows are first all queries', then all keys'. So layer 3 of the record preset, the
+        first with wide heads, has matrices 0 .. 5 of qk_bank, and the first three are its queries'.
         """
         cfg = self.cfg
         matrices = {}
@@ -2020,7 +2031,7 @@ class GPT(nn.Module):
                 qk = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"])
                 v = next(matrices["vo_bank"])
                 out = next(matrices["vo_bank"])
-                if layer.narrow_v:  # half of both matrices is used
+                if layer.narrow_v:  # only half of both matrices is used
                     v = v._replace(w=v.w[: cfg.dim // 2])
                     out = out._replace(w=out.w[:, : cfg.dim // 2])
                 if layer.value:
@@ -2038,8 +2049,8 @@ class GPT(nn.Module):
     def layer_scalars(self, T: int) -> list[dict[str, Tensor]]:
         """Returns each layer's scalars, (T or 1, 1), by their names.
 
-        In compiled code they are repeated for every token, so that one sum over the tokens gives the
-        gradients of all; elsewhere they are (1, 1).
+        Compiled code repeats them for every token, so that one sum over the tokens gives the gradients of all
+        scalars. Elsewhere they are (1, 1).
         """
         L = len(self.cfg.layers)
         columns = []
@@ -2050,17 +2061,17 @@ class GPT(nn.Module):
             columns.append(param.view(L, -1))
         table = torch.cat(columns, dim=1)  # (L, scalars)
         repeats = T if torch.compiler.is_compiling() else 1
-        # One unbind for all: slices would be copied one by one in compiled code.
+        # One unbind for all, because compiled code would copy slices one by one.
         scalars = iter(table.view(-1, 1, 1).expand(-1, repeats, 1).unbind())
         return [{name: next(scalars) for name in SCALAR_COLUMNS} for _ in range(L)]
 
     def mudd_connections(
         self, x: Tensor, w: LayerWeights, streams: dict[str, Tensor]
     ) -> tuple[Tensor, LayerWeights, list[Term]]:
-        """Mixes earlier streams into the input x (T, d) of a layer, and into its values, by MUDD_OUTPUTS.
+        """Mixes earlier streams into a layer's input x (T, d), and into its values, by MUDD_OUTPUTS.
 
-        Returns the layer's stream; its weights, with other values and with scalars for each token; and what
-        is added to the stream with attention's output.
+        Returns the layer's stream; its weights, with new values and with scalars for each token; and the
+        terms to add to the stream with attention's output.
         """
         outputs = self.stream_weights(TO_LAYER, x)[:, :, None]  # (weights, T, 1)
         weights = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
@@ -2085,10 +2096,9 @@ class GPT(nn.Module):
     def attention_branch(
         self, i: int, h: Tensor, w: LayerWeights, gates: Gates, sequence: tuple[Tensor, int], window: int
     ) -> Term:
-        """Runs layer i's attention on h (T, d). Returns its output's scale, and its output (T, d).
+        """Runs layer i's attention on h (T, d). Returns the scale of its output, and its output (T, d).
 
-        sequence: cu_seqlens and max_seqlen. They and the window count what heads attend to: T tokens, or 2T
-        rows if heads are paired.
+        sequence: cu_seqlens and max_seqlen. Like the window, they count T tokens, or 2T rows of paired heads.
         """
         layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
         cos, sin, softmax_scale = self.rotary[rotary_kind(layer)]
@@ -2105,29 +2115,30 @@ class GPT(nn.Module):
         if layer.xsa:
             y = without_own_value(y, v, gates["xsa", i])
         if layer.gate:
-            # A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
+            # A head with nothing to say can shut its gate, instead of attending to a first token as a sink
+            # (PR 117).
             y = y * gates["output", i][:, :, None]
         scale = w.scalars["out"] * w.scalars["post_attention"]
         return scale, linear(y.flatten(1), w.out)
 
     def queries_keys_values(self, layer: Layer, h: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
-        """Returns normed queries and keys (T, 2, H, Dq), and values (T, H, Dv), of h (T, d)."""
+        """Returns normed queries and keys (T, 2, H, Dq), and values (T, H, Dv), computed from h (T, d)."""
         T, heads, D = len(h), self.cfg.heads, self.cfg.head_dim
-        # With widths by settings, not -1, compiled code knows them.
+        # Widths come from settings: with -1 compiled code would not know them.
         qk_dim = D // 2 if layer.narrow_qk else D
         v_dim = D // 2 if layer.narrow_v else D
         qk = linear(h, w.qk)
         v = linear(h, w.v)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
-        # cancel the scalar "qkv" in q and k, so it acts on values alone. It is expanded to the shape of the
-        # norms, so that compiled code has one kernel for the backward of both.
+        # cancel the scalar "qkv" in q and k, so the scalar acts on values only. It is expanded to the norms'
+        # shape, so that compiled code has one kernel for the backward of scalar and norms.
         scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
         qk = norm(weighted_sum([(scale, qk.view(T, 2, heads, qk_dim))]))
         v = weighted_sum([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
         if w.value_embed is not None:
             # Value embeddings: a second embedding of the token is added to the values, so that the stream
             # need not carry the token up to this layer (records 14, 17; value residuals: Zhou et al. 2024,
-            # arXiv:2410.17897). Few channels compute its gate (PR 186).
+            # arXiv:2410.17897). Their gate is computed from few channels (PR 186).
             added = w.value_embed.view(T, heads, D)[:, :, :v_dim]
             if w.ve_gate is not None:
                 half = GATE_DIM // 2
@@ -2138,11 +2149,11 @@ class GPT(nn.Module):
         return qk, v
 
     def mlp_branch(self, h: Tensor, w: LayerWeights) -> list[Term]:
-        """Runs a layer's MLPs on h (T, d). Returns their outputs, with their scale."""
+        """Runs a layer's MLPs on h (T, d). Returns their outputs, each with its scale."""
         outputs: list[Term] = []
         dtype = h.dtype
         mlp_dtype = self.backend.mlp_dtype or dtype
-        # The casts stay outside of MLP.forward: inside it, torch 2.11's generated backward would lose the
+        # The casts stay outside MLP.forward. Inside it, torch 2.11's generated backward would lose the
         # gradients of h, fc and proj.
         h = h.to(mlp_dtype)
         for fc, proj, fp8 in w.mlps:
@@ -2151,13 +2162,13 @@ class GPT(nn.Module):
         return outputs
 
     def compute_gates(self, which: int, u: Tensor) -> Gates:
-        """Returns the gates that one of the two gate MLPs computes from u (T, d); without mudd_gates
+        """Returns the gates that one of the two gate MLPs computes from u (T, d). Without mudd_gates they are
         constants.
         """
-        table = self.gate_table[which]
-        if not table:
+        gates = self.gate_table[which]
+        if not gates:
             return {}
-        columns = [gate.columns for gate in table]
+        columns = [gate.columns for gate in gates]
         biases = self.mudd_gate_b2[which, : sum(columns)]
         w1 = w2 = None
         if self.cfg.mudd_gates:
@@ -2165,13 +2176,13 @@ class GPT(nn.Module):
             w2 = self.mudd_gate_w2[which, : len(biases)]
         outputs = (self.mudd_gate_scale.to(u.dtype) * small_mlp(u, w1, w2, biases)).T  # (T, all columns)
         parts = outputs.split(columns, 1)
-        return {(gate.use, gate.layer): part for gate, part in zip(table, parts)}
+        return {(gate.use, gate.layer): part for gate, part in zip(gates, parts)}
 
     def stream_weights(self, which: int, u: Tensor) -> Tensor:
-        """Returns the weights of streams, (k, T), that one of the two MLPs "mudd" computes from u (T, d); (k,
-        1) without Config.mudd_weights.
+        """Returns the weights of streams that one of the two MLPs "mudd" computes from u (T, d): (k, T), or
+        (k, 1) without Config.mudd_weights.
 
-        TO_LM_HEAD: a weight for each stream, with a bias, then mix_groups for each stream, without.
+        TO_LM_HEAD: one weight per stream, with a bias, then mix_groups weights per stream, without a bias.
         """
         outputs = self.lm_head_streams if which == TO_LM_HEAD else MUDD_OUTPUTS
         biases = self.mudd_b2[which, : len(outputs)]
@@ -2196,19 +2207,21 @@ class GPT(nn.Module):
         sampled_columns: Tensor | None = None,
         pointer_out: PointerOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs the head's forward and backward at once, in chunks of tokens:
+        """Runs the head's forward and backward together, in chunks of tokens:
 
             logits = x @ lm_head;  dx = dlogits @ lm_head.T;  lm_head's gradient += x.T @ dlogits
 
         x (T, d); targets (T, K) int64; loss_weights (K,). Memory holds one chunk's logits and their gradient
-        at a time. lm_head's gradient is added to `head`, and rounded once per chunk.
+        at a time. lm_head's gradient is added to `head`, and rounded once per chunk, or twice with sampled
+        columns: the product, then the sum.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
-        92). Targets that are none of them do not count.
+        92). Targets outside these columns do not count.
 
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
-        x. The remaining backward begins with it, and with pointer_out.dprobs, which this writes.
+        x. The rest of the backward begins with this gradient and with pointer_out.dprobs, which is written
+        here.
         """
         w = self.lm_head
         chunk_size = self.cfg.head_chunk
@@ -2218,10 +2231,10 @@ class GPT(nn.Module):
             if pointer_out is not None:
                 copy_gate_column = index_in(pointer_out.copy_gate_column, sampled_columns)
                 pointer_out = pointer_out._replace(copy_gate_column=copy_gate_column)
-            chunk_size *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
+            chunk_size *= self.cfg.padded_vocab // len(sampled_columns)  # about the same number of logits
         fp8 = self.backend.fp8
-        fp8_scale = 0.0  # of dlogits
-        if fp8:  # with fixed scales, and second factors of products column-major
+        fp8_scale = 0.0  # scale of dlogits in FP8
+        if fp8:  # scales are fixed; second factors of products are column-major
             fp8_scale = FP8_DLOGITS_SCALE * self.loss_share
             x_scale = device_scalar(FP8_HEAD_X_SCALE, x.device)
             w_scale = device_scalar(FP8_HEAD_W_SCALE, x.device)
@@ -2241,7 +2254,7 @@ class GPT(nn.Module):
                 logits, targets[chunk], loss_weights, fp8_scale, chunk_pointer, self.cfg.softcap
             )
             losses.append(chunk_losses)
-            del logits  # before the next chunk's
+            del logits  # before the next chunk's are computed
             if fp8:
                 fp8_matmul(dlogits, w8.T, (dlogits_scale, w_scale), dx.dtype, out=dx[chunk])
                 head.add_product(x8_T[:, chunk].T, dlogits_T[0].T, (x_scale, dlogits_scale), sampled_columns)
@@ -2252,9 +2265,9 @@ class GPT(nn.Module):
 
     @compiled
     def pointer_inputs(self, x: Tensor) -> PointerInputs:
-        """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
+        """Returns the pointer's queries, keys and sink scores, computed from the head's inputs x (T, d).
 
-        q and k are normed in at least fp32, and rounded once: without norms scores explode with some seeds
+        q and k are normed in at least fp32, and rounded once. Without norms, scores explode with some seeds
         (PR 379).
         """
         sink = self.pointer_sink
@@ -2265,7 +2278,7 @@ class GPT(nn.Module):
         return PointerInputs(q, k, upcast(q) @ sink * len(sink) ** -0.5)
 
     def run_pointer(self, x: Tensor, micro_batch: MicroBatch, window: int) -> PointerOutput | None:
-        """Returns what the pointer says, of the head's inputs x (T, d); None if the model has no pointer."""
+        """Returns the pointer's probabilities for the head's inputs x (T, d); None if there is no pointer."""
         if not self.cfg.pointer_dim:
             return None
         q, k, sink_scores = self.pointer_inputs(x)
@@ -2274,7 +2287,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
-        """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
+        """Returns -log p (T,) of every next token, in at least fp32 from the logits on. With a pointer, p is
+        the mixture's.
+        """
         cfg = self.cfg
         x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
         pointer_out = self.run_pointer(x, micro_batch, cfg.pointer_val_window)
@@ -2288,14 +2303,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
-        """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`. The whole text
-        is computed again.
+        """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`. There is no
+        cache: the whole text is computed again.
 
-        Columns of padding keep their probability, as in the loss, so these may sum to less than 1. With a
-        pointer the copy gate's column has none.
+        Columns of padding keep their probability, as in the loss, so the result may sum to less than 1. With
+        a pointer, the copy gate's column has no probability.
         """
         cfg = self.cfg
-        text = np.array([*tokens, 0])  # there is no target yet
+        text = np.array([*tokens, 0])  # 0: there is no target yet
         micro_batch = move(pack(make_micro_batch(text, EMPTY_INT32, len(tokens), cfg)), self.device)
         looked_up = self.look_up(micro_batch, training=False)
         x = self.forward(looked_up, micro_batch, window_tokens(cfg, cfg.val_windows))
@@ -2309,9 +2324,9 @@ class GPT(nn.Module):
     # -------------------------------------------------------------------------------------- rotary embedding
 
     def use_rotary(self, stage: int) -> None:
-        """Takes a stage's rotary tables: one family for each window and width of heads that layers have.
+        """Sets up a stage's rotary tables: one family for each window and width of heads that layers have.
 
-        Later tables overwrite the first stage's, so addresses never change.
+        Later tables overwrite the first stage's, so their addresses never change.
         """
         if stage == self.rotary_stage:
             return
@@ -2327,15 +2342,15 @@ class GPT(nn.Module):
         window so far.
 
         Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
-        content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
-        position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
-        windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
+        content at any distance (record 17). Narrow heads are rotated whole. So both have head_dim / 4 angles
+        per position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in
+        short windows valid in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
         """
         cfg, device = self.cfg, self.device
         exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-        freq = (1 / ROTARY_BASE) ** exponents  # radians a position
+        freq = (1 / ROTARY_BASE) ** exponents  # radians per position
         scale = cfg.narrow_attn_scale if layer.narrow_qk else cfg.attn_scale
-        windows = [window_tokens(cfg, row.windows)[layer.window] for row in cfg.stages]
+        windows = [window_tokens(cfg, each.windows)[layer.window] for each in cfg.stages]
         for old, new in zip(windows[:stage], windows[1:]):  # each change of windows up to this stage
             turns = old * freq / (2 * math.pi)
             ratio = old / new
@@ -2350,10 +2365,10 @@ class GPT(nn.Module):
 
 
 def small_mlp(u: Tensor, w1: Tensor | None, w2: Tensor | None, biases: Tensor) -> Tensor:
-    """Returns w2 gelu(w1 u) + biases, (k, T), for u (T, d), w1 (hidden, d), w2 (k, hidden); without weights
-    the biases, (k, 1).
+    """Returns w2 gelu(w1 u) + biases, (k, T), for u (T, d), w1 (hidden, d), w2 (k, hidden). Without weights,
+    returns the biases, (k, 1).
 
-    MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
+    MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81. Record 85 computes gates in the same way.
     """
     if w1 is None:
         return biases[:, None]
@@ -2363,9 +2378,9 @@ def small_mlp(u: Tensor, w1: Tensor | None, w2: Tensor | None, biases: Tensor) -
 def rotary_kind(layer: Layer) -> tuple:
     """Returns all that rotary_family() reads of a layer. Layers of one kind share a family.
 
-    Another embedding of positions is a field of Layer, which is added here; and a branch of rotary_family(),
-    or of GPT.attention_branch and pair_heads() where they rotate. shift_keys() needs a half that is not
-    rotated.
+    To add another embedding of positions, add a field of Layer, return it here, and branch in rotary_family()
+    or, where queries and keys are rotated, in GPT.attention_branch and pair_heads(). shift_keys() needs a
+    half that is not rotated.
     """
     return layer.window, layer.narrow_qk
 
@@ -2376,11 +2391,12 @@ def rotary_kind(layer: Layer) -> tuple:
 
 
 def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], accumulate: Tensor) -> None:
-    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `accumulate`.
+    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols), or adds it if `accumulate`.
 
     For y = x w^T: a = dy, b = x. For y = x w: a = x, b = dy. If a, b and main_grad have one dtype, the
-    product is added inside, and rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to
-    bf16, then added. FP8 a and b, both column-major: a^T b times both scales, added in fp32.
+    product is added inside the matmul and rounded once. If a and b are bf16 and main_grad is fp32, the
+    product is rounded to bf16, then added. FP8 a and b are column-major, and a^T b times both scales is added
+    in fp32.
     """
     out = main_grad[: a.size(1), : b.size(1)]
     if a.dtype == out.dtype:
@@ -2393,9 +2409,9 @@ def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor]
         fp8_matmul(a.T, b, scales, out.dtype, out=out)
 
 
-# As an operation of torch's, so that a compiled backward can hold it. It is named after the module, so that
-# copies of this script with different names can be imported in one process. torch.library.custom_op would
-# take 0.1 ms more a call.
+# write_grad becomes an operation of torch's, so that a compiled backward can hold it. Its name contains the
+# module's, so that copies of this script with different names can be imported in one process.
+# torch.library.custom_op would take 0.1 ms more per call.
 LIBRARY = torch.library.Library(__name__.replace(".", "_"), "FRAGMENT")
 LIBRARY.define(
     "write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor accumulate) -> ()"
@@ -2406,16 +2422,16 @@ write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
 
 
 class Bank(NamedTuple):
-    """A bank, as the model takes it."""
+    """Holds a bank's weights, gradient buffer and accumulate flag."""
 
     w: Tensor  # (n, rows, cols)
-    main_grad: Tensor | None = None  # as w; None: its gradient is autograd's
+    main_grad: Tensor | None = None  # like w; None: autograd keeps the gradient
     accumulate: Tensor | None = None  # DenseParam.accumulate
 
     def matrices(self, rows: int) -> Iterator[BankMatrix]:
-        """Returns the bank's matrices, of so many rows each, in their order."""
-        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
-        # gradient as large as the bank.
+        """Returns the bank's matrices in order, each with `rows` rows."""
+        # With one split, autograd builds the bank's gradient once. Separate slices would each make a gradient
+        # as large as the bank.
         parts = self.w.flatten(0, 1).split(rows)
         whole = self.main_grad
         main_grads = len(parts) * [None] if whole is None else whole.flatten(0, 1).split(rows)
@@ -2423,16 +2439,15 @@ class Bank(NamedTuple):
 
 
 class BankMatrix(NamedTuple):
-    """A matrix of a bank."""
+    """Holds one matrix's weights, gradient buffer and accumulate flag."""
 
     w: Tensor  # (rows, cols)
-    # Its part of the bank's main_grad; None: autograd has the gradient. For a narrow w, write_grad() fills a
-    # part of it.
+    # The matrix's part of Bank.main_grad. For a narrow w, write_grad() fills only a part.
     main_grad: Tensor | None = None
     accumulate: Tensor | None = None
 
     def deliver_grad(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
-        """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
+        """Writes the weight's gradient, write_grad's a^T b, to main_grad, or returns it to autograd."""
         if self.main_grad is None:
             return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
         write = write_grad_op if torch.compiler.is_compiling() else write_grad
@@ -2441,9 +2456,7 @@ class BankMatrix(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """Computes linear(). The weight w is an argument beside its BankMatrix, because autograd sees only
-    tensors.
-    """
+    """Computes linear(). The weight w is passed beside its BankMatrix, because autograd sees only tensors."""
 
     @staticmethod
     def forward(ctx, x, matrix, w, transposed):
@@ -2460,17 +2473,19 @@ class Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, matrix: BankMatrix, transposed: bool = False) -> Tensor:
-    """Returns x w^T (T, rows), for x (T, cols) and w of a bank. transposed: returns x w (T, cols), for x (T,
-    rows). MLPs with another activation use it (see relu_square).
+    """Returns x w^T (T, rows), for x (T, cols) and w (rows, cols) of a bank.
+
+    With `transposed`, returns x w (T, cols), for x (T, rows). MLPs with another activation use linear() (see
+    relu_square).
     """
     return Linear.apply(x, matrix, matrix.w, transposed)
 
 
 # ============================================================================================================
-# 9  Layers. Sections 12 to 15 and 20 have of each operation its formula, its form in plain torch and, if it
-#    has one, its Triton kernel with the function that launches it, which takes the plain form's arguments.
-#    The Backend (section 14) chooses between both. norm, weighted_sum and rotate have no kernels, and choose
-#    between two forms in plain torch by themselves.
+# 9  Layers. Sections 9 to 13 give for each operation its formula, its form in plain torch and, if there is
+#    one, its Triton kernel with the function that launches it, which takes the plain form's arguments. The
+#    Backend (section 14) chooses between the two. norm, weighted_sum and rotate have no kernels: each has two
+#    forms in plain torch, and chooses one itself.
 # ============================================================================================================
 
 
@@ -2478,11 +2493,12 @@ def linear(x: Tensor, matrix: BankMatrix, transposed: bool = False) -> Tensor:
 
 
 def use_eager_form(x: Tensor) -> bool:
-    """True if x is fp32 or fp64, in code that is not compiled.
+    """Returns whether x is fp32 or fp64 and the code is not compiled.
 
-    norm, weighted_sum and rotate have a form for compiled or bf16 code, and an eager one with fewer passes
-    over memory, equal up to rounding. If you edit one, edit both. In two places compiled code takes an eager
-    form's Function for its cheaper backward: Norm in lm_head_input(), WeightedSum in weighted_sum().
+    norm, weighted_sum and rotate each have two forms, equal up to rounding: one for compiled or bf16 code,
+    and an eager one with fewer passes over memory. If you edit one, edit both. In two places compiled code
+    uses an eager form's Function for its cheaper backward: Norm in lm_head_input(), WeightedSum in
+    weighted_sum().
     """
     return not torch.compiler.is_compiling() and x.element_size() > 2
 
@@ -2491,9 +2507,9 @@ NORM_EPS = 2.0**-23  # for every dtype
 
 
 def norm(x: Tensor) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps), over the last axis: RMSNorm without weight (arXiv:1910.07467).
+    """Returns x / sqrt(mean(x^2) + eps) over the last axis: RMSNorm without weights (arXiv:1910.07467).
 
-    Reduced in at least fp32.
+    The mean is taken in at least fp32.
     """
     if not use_eager_form(x):  # Norm computes the same: edit both
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
@@ -2501,7 +2517,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 class Norm(torch.autograd.Function):
-    """Computes norm() with half as many passes over memory as rms_norm makes where it is not compiled."""
+    """Computes norm() with half the passes over memory of uncompiled rms_norm."""
 
     @staticmethod
     def forward(ctx, x):
@@ -2521,20 +2537,20 @@ class Norm(torch.autograd.Function):
 def weighted_sum(terms: Sequence[Term]) -> Tensor:
     """Sums scales times streams (T, d), from left to right.
 
-    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come in other shapes, such
-    as groups of channels (T, groups, d / groups), with scales that broadcast to them. With scales of the
-    stream, a layer's output, x0 and the n-grams, each layer can lean on the input again (record 9).
+    A scale is one number per token, (T, 1) or (1, 1); None means 1. Streams may have other shapes, such as
+    groups of channels (T, groups, d / groups), with scales that broadcast to them. With scales of the stream,
+    a layer's output, x0 and the n-grams, each layer can draw on the input again (record 9).
     """
     if not use_eager_form(terms[0][1]):
-        # Term by term, but with WeightedSum's backward: autograd's would store dy once more, in the scale's
-        # dtype.
+        # Sum term by term, but with WeightedSum's backward: autograd's would store another copy of dy, in the
+        # scale's dtype.
         scaled = [x if scale is None else WeightedSum.apply(scale, x) for scale, x in terms]
         return sum(scaled[1:], scaled[0])
     return WeightedSum.apply(*chain(*terms))
 
 
 class WeightedSum(torch.autograd.Function):
-    """Computes weighted_sum() in fewer passes over memory than autograd's backward. Takes scale, stream,
+    """Computes weighted_sum() in fewer passes over memory than with autograd's backward. Takes scale, stream,
     scale, ...
     """
 
@@ -2561,9 +2577,9 @@ class WeightedSum(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n).
+    """Applies rotary embedding to the first 2n numbers of x (..., D), given the angles' cos and sin (..., n).
 
-    Each pair (a, b) of successive numbers becomes (cos a + sin b, cos b - sin a).
+    Each pair (a, b) of adjacent numbers becomes (cos a + sin b, cos b - sin a).
     """
     n = cos.size(-1)
     if use_eager_form(x):  # as complex numbers, in one pass
@@ -2577,14 +2593,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotates paired heads. Returns their queries and keys (2T, H/2, Dq), and values (2T, H/2, Dv).
+    """Rotates paired heads. Returns their queries and keys (2T, H/2, Dq) and their values (2T, H/2, Dv).
 
-    qk (T, 2, H, Dq), v (T, H, Dv); cos and sin of 2T positions or more.
+    qk (T, 2, H, Dq), v (T, H, Dv); cos and sin cover 2T positions or more.
 
-    Two heads share one sequence of twice the length, so each query sees both heads' keys and values, more to
-    attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of H/2 heads: head h rotates
-    as time 2t + h mod 2, and is attended as row 2t + h // (H/2). For H = 4, heads 0 1 2 3 rotate as
-    2t + 0 1 0 1 and stand in rows 2t + 0 0 1 1: so does the record.
+    Two heads share one sequence of twice the length. So each query sees both heads' keys and values: more to
+    attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of H/2 heads. Head h rotates
+    as time 2t + h mod 2, and attends as row 2t + h // (H/2). For H = 4, heads 0 1 2 3 rotate as 2t + 0 1 0 1
+    and attend as rows 2t + 0 0 1 1, as in the record.
     """
     T, heads, _ = v.shape
     cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
@@ -2592,27 +2608,28 @@ def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     q, k = rotate(qk.unflatten(2, (-1, 2)), cos, sin).unbind(1)  # (T, H/2, 2, Dq) each
     q = q.reshape(2 * T, heads // 2, -1)
     k = k.reshape(2 * T, heads // 2, -1)
-    return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # reshape() copies in compiled code
+    return q, k, v.unflatten(1, (2, -1)).flatten(0, 1)  # a view: reshape() would copy v in compiled code
 
 
 # ---- The smear, shifted keys, XSA, the last mix ------------------------------------------------------------
 
 
 def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-    """Adds to each token's embedding (T, d) a gated share of the one before, also of another document's.
+    """Adds to each token's embedding (T, d) a gated share of the previous one, even across documents.
 
-    gate (1, GATE_DIM); scale 0-d. Attention would spend a head on it (PR 130).
+    gate (1, GATE_DIM); scale 0-d. Without the smear, an attention head learns to look one token back (PR
+    130).
     """
     share = scale * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], gate))  # (T - 1, 1)
     return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
 
 
 def shift_keys(k: Tensor) -> Tensor:
-    """Takes the second half of each key (T, H, D) from the token before, also of another document; token 0
-    keeps its own.
+    """Takes the second half of each key (T, H, D) from the previous token, even across documents.
 
-    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
-    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
+    Token 0 keeps its own. This lets one layer act as an induction head, which otherwise takes two layers: a
+    query finds what followed an earlier copy of its token (PR 169). The second half is not rotated, so it
+    matches content, not distance.
     """
     rotated, passthrough = k.chunk(2, dim=-1)
     return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
@@ -2621,11 +2638,11 @@ def shift_keys(k: Tensor) -> Tensor:
 def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     """Removes from each head's output y the share tanh(xsa) of its component along the token's own value v.
 
-    y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
-    own content anyway.
+    y, v (T, H, D); xsa (T or 1, H). This is exclusive self-attention (record 82): the residual stream holds
+    the token's own content anyway.
     """
-    # Upcast the products: of upcast factors compiled code would keep fp32 copies. It computes these products
-    # in fp32 anyway.
+    # Upcast the products, not the factors: compiled code would keep fp32 copies of factors. It computes these
+    # products in fp32 anyway.
     square = upcast(v.square()).sum(-1, keepdim=True)
     along = upcast(y * v).sum(-1, keepdim=True) / square.clamp_min(1e-8)
     return (y - xsa.tanh()[:, :, None] * along * v).to(y.dtype)
@@ -2634,8 +2651,8 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
 def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
 
-    weights (n + n * groups, T or 1): n by stream; then n * groups by group of channels, which are added to
-    the stream's weight.
+    weights (n + n * groups, T or 1): first one weight per stream; then one per stream and group of channels,
+    which is added to the stream's weight.
     """
     n = len(streams)
     by_stream, by_group = weights[:n], weights[n:].unflatten(0, (n, -1))  # (n, T), (n, groups, T)
@@ -2644,56 +2661,58 @@ def lm_head_input(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
     for scale, stream in zip(scales, streams):
         terms.append((scale, stream.unflatten(1, (groups, -1))))
-    # Norm even when compiled: its backward needs only its result. rms_norm's would run weighted_sum() again.
+    # Use Norm even when compiled: its backward needs only its result, while rms_norm's would run
+    # weighted_sum() again.
     return Norm.apply(weighted_sum(terms).flatten(1))
 
 
 # ---- Attention ---------------------------------------------------------------------------------------------
 
-# Two forms of one formula: flash_attention (varlen and fa3 in Config.attention_impl), and dense_attention,
-# which makes scores tile by tile. To change scores edit dense_attention; the other is a library's.
+# Two forms of one formula follow: flash_attention (varlen and fa3 in Config.attention_impl) and
+# dense_attention, which computes scores tile by tile. To change scores, edit dense_attention: the other calls
+# a library.
 
-QUERY_TILE = 32  # queries in a tile. Larger tiles spend more scores on keys that are not seen.
+QUERY_TILE = 32  # queries per tile; larger tiles compute more scores that the mask discards
 
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
 ) -> Tensor:
-    """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
+    """Attends causally within documents: position i sees j of its document if 0 <= i - j <= window.
 
     q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
     bounds a document's length. Returns (T, H, Dv), computed in at least fp32.
 
-    Queries go in tiles, each against the keys of its tile and of the whole tiles that hold `window`
-    positions before it: about T * (window + QUERY_TILE) scores instead of T * T.
+    Queries are taken in tiles. Each tile meets its own keys and those of the whole tiles that hold the
+    `window` positions before it: about T * (window + QUERY_TILE) scores instead of T * T.
     """
     T, H, _ = q.shape
-    # In compiled code the cache would be ignored, with a warning; it computes equal biases once anyway.
+    # Compiled code would ignore the cache, with a warning. It computes equal biases only once anyway.
     make_bias = tile_bias.__wrapped__ if torch.compiler.is_compiling() else tile_bias
     bias = make_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
     return TiledAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
 
 
 def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns each of T positions' document, (T,) int64, as the index of its end in cu_seqlens."""
+    """Returns the document of each of T positions, (T,) int64, as the index of its end in cu_seqlens."""
     pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, pos, right=True)
 
 
 def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
-    """Returns the first position, (T,) int64, in each of T positions' document and window."""
+    """Returns the first position that each of T positions sees, by document and window, (T,) int64."""
     positions = torch.arange(T, device=cu_seqlens.device)
     return torch.maximum(cu_seqlens[document_numbers(cu_seqlens, T) - 1], positions - window)
 
 
-@lru_cache(4)  # layers of one kind share it
+@lru_cache(4)  # layers of one kind share a bias
 def tile_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
-    """Returns what is added to TiledAttention's scores, (H * tiles, QUERY_TILE, keys): 0, or -inf where a
-    query does not see the key. A tile's keys are its own positions and `window` or more before them, whole
-    tiles.
+    """Returns the bias of TiledAttention's scores, (H * tiles, QUERY_TILE, keys): 0, or -inf where a query
+    does not see the key.
 
-    Positions from T on are padding, and a document of their own. version: cu_seqlens._version, because the
-    cache does not compare a tensor's contents.
+    The keys of a tile are its own positions and, in whole tiles, the `window` or more before them. Positions
+    from T on are padding and form a document of their own. version: cu_seqlens._version, because the cache
+    does not compare a tensor's contents.
     """
     tile = QUERY_TILE
     positions = torch.arange(padded(T, tile), device=cu_seqlens.device)
@@ -2705,10 +2724,10 @@ def tile_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> 
 
 
 class TiledAttention(torch.autograd.Function):
-    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with tile_bias().
+    """Computes attention of q, k (T, H, Dq) and v (T, H, Dv), with tile_bias().
 
     Heads lie one after the other, each padded to whole tiles, so that one batch of products serves them all.
-    The first tiles of a head then also have keys of the head before it, which the bias hides.
+    The first tiles of a head therefore also have keys of the previous head, which the bias hides.
     """
 
     @staticmethod
@@ -2730,9 +2749,9 @@ class TiledAttention(torch.autograd.Function):
 
 
 def tiles_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns tiles (H * tiles, size, D) of t (T, H, D), of the dtype of `like`, and as many.
+    """Returns tiles (H * tiles, size, D) of t (T, H, D), with the dtype and the number of tiles of `like`.
 
-    A tile is QUERY_TILE rows of a head, after the size - QUERY_TILE rows before them. Tiles overlap, so
+    A tile is QUERY_TILE rows of a head, preceded by the size - QUERY_TILE rows before them. Tiles overlap, so
     the result is a view. Rows before the first head and after T are zeros.
     """
     (T, H, D), before = t.shape, size - QUERY_TILE
@@ -2751,7 +2770,7 @@ def sum_tiles(x: Tensor) -> Tensor:
 
 
 def by_position(rows: Tensor, like: Tensor) -> Tensor:
-    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
+    """Returns rows, which lie head by head, as (T, H, D), with the T, H and dtype of `like`."""
     T, H, _ = like.shape
     return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
 
@@ -2759,7 +2778,7 @@ def by_position(rows: Tensor, like: Tensor) -> Tensor:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
 ) -> Tensor:
-    """Computes dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
+    """Computes dense_attention by FlashAttention. It takes heads of one width, so narrow ones get zeros."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
     v_dim = v.size(-1)
@@ -2774,36 +2793,36 @@ def flash_attention(
 # ============================================================================================================
 # 10  FP8. Scales, casts, products.
 #
-# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
-# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
+# A number x is stored as its code round(x / scale), saturated at the format's largest number. So x is about
+# code * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
 # needed in two layouts, x and x^T.
 # ============================================================================================================
 
 
-E4M3_MAX = 448.0  # more digits: activations and weights
-E5M2_MAX = 57344.0  # more range: gradients
+E4M3_MAX = 448.0  # more digits, for activations and weights
+E5M2_MAX = 57344.0  # more range, for gradients
 
-# The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
-# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
-# gradients have the scale FP8_DLOGITS_SCALE times loss_share().
+# The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum. The largest e4m3
+# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Gradients of
+# logits have the scale FP8_DLOGITS_SCALE times loss_share().
 FP8_HEAD_X_SCALE = 100 / E4M3_MAX
 FP8_HEAD_W_SCALE = 2 / E4M3_MAX
-FP8_DLOGITS_SCALE = 0.75 / 8 / E4M3_MAX  # as record 92 has it, though the gradients are e5m2
+FP8_DLOGITS_SCALE = 0.75 / 8 / E4M3_MAX  # record 92's, although the gradients are e5m2
 
 # The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
-# width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
-# largest number. Activations change more from step to step than gradients, weights less.
+# width, 27.7 for 768. The other scales are delayed: margin * maximum of the previous step / the format's
+# largest number. From step to step, activations change more than gradients, and weights change less.
 FP8_MLP_H_SCALE = 2**-4
 FP8_MLP_DY_SCALE = 2**-6
 FP8_ACT_MARGIN = 1.80
 FP8_GRAD_MARGIN = 1.25
 FP8_WEIGHT_MARGIN = 1.12
-FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, outgrow FP8_WEIGHT_MARGIN in a step
-FP8_MIN_AMAX = 1e-12  # the least maximum of weights; below it square and da keep their old scales
+FP8_EXACT_STEPS = 17  # at first proj, which starts at 0, grows by more than FP8_WEIGHT_MARGIN in a step
+FP8_MIN_AMAX = 1e-12  # lower bound of weights' maxima; square and da with a lower maximum keep their scale
 
 
-# Where FP8Operands.scales has the scale of each tensor: a row for the input, the weight and the result of
-# relu_square_fp8, a column for the forward and one for the backward.
+# Where FP8Operands.scales holds the scale of each tensor. Rows: the input, the weight and the result of
+# relu_square_fp8. Columns: its forward and backward.
 INPUT, WEIGHT, RESULT = 0, 1, 2
 FP8_SCALE_PLACES = {
     "h": (INPUT, 0),
@@ -2813,28 +2832,29 @@ FP8_SCALE_PLACES = {
     "square": (RESULT, 0),
     "da": (RESULT, 1),
 }
-# For kernels: where these rows of FP8Operands.scales begin, in steps of SCALE_STEP. A row has two scales.
+# For kernels: offsets of these rows in FP8Operands.scales, in units of SCALE_STEP. A row has two scales.
 WEIGHT_ROW_AT = tl.constexpr(2 * WEIGHT)
 RESULT_ROW_AT = tl.constexpr(2 * RESULT)
 
 
 class FP8Operands(NamedTuple):
-    """An MLP's operands in FP8: weights, scales, maxima. FP8State.begin_step() returns all MLPs' stacked,
-    and split() takes them apart.
+    """Holds the FP8 operands of one MLP, with the shapes below, or of all MLPs, stacked.
+
+    FP8State.begin_step() returns the stacked form, and split() takes it apart.
 
     square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
     """
 
     weights: Tensor  # fc and proj (2, F, d), e4m3
     weights_T: Tensor  # (2, d, F)
-    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALE_PLACES
-    # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
+    scales: Tensor  # (3, 2, 1, 1) fp32, indexed by FP8_SCALE_PLACES
+    # (mlps, 2) fp32, always of all MLPs: maxima of square and |da| in this step so far
     amax: Tensor
-    i: int = 0  # which MLP this is
+    i: int = 0  # this MLP's row of amax
 
     def split(self) -> Iterator[FP8Operands]:
-        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor loses a view's offset
-        if a Triton kernel writes through the view.
+        """Yields the MLPs one by one, from the stacked form. amax stays whole, because Inductor loses a
+        view's offset if a Triton kernel writes through the view.
         """
         parts = zip(self.weights, self.weights_T, self.scales)
         for i, (weights, weights_T, scales) in enumerate(parts):
@@ -2847,42 +2867,44 @@ class FP8Operands(NamedTuple):
 
 @compiled
 def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x / scale, rounded to nearest, saturating, contiguous."""
+    """Returns x / scale in `dtype`: rounded to nearest, saturated and contiguous."""
     fp8_max = torch.finfo(dtype).max
     x = (x.float() / scale).clamp(-fp8_max, fp8_max)
     return x.to(dtype, memory_format=torch.contiguous_format)
 
 
 def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns to_fp8 of x (..., n, m), and of its transpose."""
+    """Returns to_fp8() of x (..., n, m) and of its transpose."""
     return to_fp8(x, scale, dtype), to_fp8(x.mT, scale, dtype)
 
 
 @jit
 def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
-    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need an M that 16 divides.
-    As M is rounded here, the compiler knows that, too, and stores 16 bytes at once.
+    """Stores a tile of codes and its transpose in FP8, saturated.
 
-    The tile is converted twice, once for each store. If one conversion served both, a fault of ptxas 12.8
-    could leave some bytes of the first store transposed, too.
+    FP8 products need M to be a multiple of 16. Rounding M here tells the compiler, which then stores 16 bytes
+    at once.
+
+    The tile is converted twice, once for each store. This works around a fault of ptxas 12.8: if one
+    conversion serves both stores, some bytes of the first may be transposed.
     """
     M = M // 16 * 16
     codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
     offs, mask = tile_offsets(rows, cols, M, N)
     tl.store(out + offs, codes.to(out.dtype.element_ty), mask=mask)
     offs_T, mask_T = tile_offsets(cols, rows, N, M)
-    # tl.where changes only what is not stored. It keeps compilers from merging this conversion with the
-    # first.
+    # tl.where changes only values that are not stored. It keeps compilers from merging this conversion with
+    # the first.
     codes_T = tl.trans(tl.where(mask, codes, 0.0).to(out.dtype.element_ty))
     tl.store(out_T + offs_T, codes_T, mask=mask_T)
 
 
-# Scales are views of one array, so their addresses may be aligned differently: without this option Triton
-# would compile for each alignment.
+# Scales are views of one array, so their alignment may differ. Without this option Triton would compile for
+# each alignment.
 @jit(do_not_specialize_on_alignment=["scale"])
 def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
-    """Converts a tile of x times 1 / scale. That is exact if the scale is a power of 2: those of h and dy
-    are, if a rank's number of micro-batches is.
+    """Converts a tile of x times 1 / scale. The product is exact if the scale is a power of 2. The scale of h
+    is one, and that of dy is one if the number of micro-batches per rank is.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -2912,11 +2934,11 @@ def fp8_matmul(
     fast: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
+    """Returns a b times both scales, in `out` if given, for FP8 a (n, k), row-major, b (k, m), column-major.
 
-    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
+    Each scale is one fp32 number. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
     """
-    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
+    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # GPUs need one e4m3 factor
     return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
 
 
@@ -2929,7 +2951,7 @@ def transposed_copy(x: Tensor) -> Tensor:
 def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), a copy of the same bytes.
 
-    The head's factors are converted so, without Backend.cast_and_transpose.
+    The head uses this function, not Backend.cast_and_transpose.
     """
     x8 = to_fp8(x, scale, torch.float8_e4m3fn)
     return x8, transposed_copy(x8)
@@ -2940,25 +2962,25 @@ def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_a
     """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
 
     Writes FP8Operands.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
-    `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2),
-    with room for growth. Where previous_amax is 0, the scale is exact, rounded to the bank's dtype (compiled
-    code may skip that rounding). This step's maxima then replace previous_amax.
+    `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the previous step, `previous_amax` (mlps,
+    2), with room for growth. Where previous_amax is 0, the scale is exact, rounded to the bank's dtype
+    (compiled code may skip that rounding). This step's maxima then replace previous_amax.
     """
     weights = bank.unflatten(0, (-1, 2))
     amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_MIN_AMAX)
     exact = (amax / E4M3_MAX).to(bank.dtype).float()
     delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
     scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
-    scales[:, WEIGHT] = scale  # of fc and proj
+    scales[:, WEIGHT] = scale  # for fc and proj
     previous_amax.copy_(amax)
     torch._foreach_copy_(out, cast_and_transpose(weights, scale, torch.float8_e4m3fn))
 
 
 class FP8State:
-    """The MLPs' weights in FP8 and their scales, from step to step, at fixed addresses.
+    """Holds the MLPs' weights in FP8 and their scales, from step to step, at fixed addresses.
 
-    The scales of gradients are proportional to loss_share(), as losses are: codes are the same for any number
-    of ranks.
+    The scales of gradients are proportional to loss_share(), as losses are, so the FP8 numbers do not depend
+    on the number of ranks.
     """
 
     def __init__(self, cfg: Config, world_size: int, device: torch.device):
@@ -2967,24 +2989,25 @@ class FP8State:
         # FP8Operands.weights and .weights_T of every MLP
         self.weights = [empty(mlps, 2, cfg.mlp_dim, cfg.dim), empty(mlps, 2, cfg.dim, cfg.mlp_dim)]
         dy_scale = FP8_MLP_DY_SCALE * loss_share(cfg, world_size)
-        scales = torch.ones(3, 2, device=device)  # all but those of h and dy follow maxima later
+        scales = torch.ones(3, 2, device=device)  # later, maxima set all scales but h's and dy's
         scales[FP8_SCALE_PLACES["h"]] = FP8_MLP_H_SCALE
         scales[FP8_SCALE_PLACES["dy"]] = dy_scale
         scales[FP8_SCALE_PLACES["da"]] = dy_scale
-        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
+        # cuBLAS takes scales at multiples of 16 bytes only, so each scale is padded to four floats.
         scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
         self.scales = scales[:, :, :, :1]  # FP8Operands.scales of every MLP
         self.amax = torch.zeros(mlps, 2, device=device)  # FP8Operands.amax
-        self.weight_amax = torch.zeros(mlps, 2, device=device)  # of fc and proj, in the step before
-        per_amax = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]  # of square and da
+        self.weight_amax = torch.zeros(mlps, 2, device=device)  # maxima of fc and proj in the previous step
+        per_amax = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]  # for square and da
         self.scale_per_amax = torch.tensor(per_amax, device=device)
 
     @torch.no_grad()
     def begin_step(self, bank: Tensor, exact: bool) -> FP8Operands:
-        """Converts mlp_bank to FP8, for all forwards of a step. Returns the MLPs stacked, in the same memory
-        at every step.
+        """Converts mlp_bank to FP8, for all forwards of a step. Returns the stacked FP8Operands, in the same
+        memory at every step.
 
-        exact: the weights' scales fit these weights, not those of the step before and a margin.
+        exact: the weights' scales come from the weights as they are now, not from the previous step's maxima
+        times a margin.
         """
         if exact:
             self.weight_amax.zero_()
@@ -2995,29 +3018,29 @@ class FP8State:
     def end_step(self, amax: Tensor) -> None:
         """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2).
 
-        These are over all ranks, so that scales do not depend on how micro-batches are spread.
+        The maxima are over all ranks, so that scales do not depend on how micro-batches are distributed.
         """
-        scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2): of square and da
-        # 0, infinity and NaN leave the scale. In step 0 all of da is 0, because proj is.
+        scales = self.scales[:, RESULT, :, 0, 0]  # (mlps, 2), for square and da
+        # A maximum of 0, infinity or NaN leaves the scale unchanged. In step 0 all of da is 0, as proj is.
         is_known = (amax > FP8_MIN_AMAX) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.scale_per_amax, scales))
 
 
 # ============================================================================================================
-# 11  MLP. relu(h fc^T)^2 proj, with gradients by hand; in FP8, too.
+# 11  MLP. relu(h fc^T)^2 proj, with gradients written by hand; also in FP8.
 # ============================================================================================================
 
 
 class MLP(torch.autograd.Function):
-    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
+    """Computes relu(h fc^T)^2 proj, for h (T, d), fc and proj (F, d).
 
     matrices: the BankMatrix of fc and that of proj, which take the gradients. fc_w and proj_w: their weights,
     as arguments that autograd sees.
 
     relu_square() says how to write another activation.
 
-    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
-    Gradients pass straight through the roundings, but a square that becomes 0 has none.
+    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients in e5m2, all else in e4m3.
+    Gradients pass straight through the roundings, except that da is 0 where square is rounded to 0.
     """
 
     @staticmethod
@@ -3059,15 +3082,15 @@ class MLP(torch.autograd.Function):
 
 
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is by hand.
+    """Returns relu(h fc^T)^2, (T, F), for h (T, d) and fc (F, d). Its gradient is written by hand.
 
-    Another activation needs no gradient by hand: in GPT.mlp_branch write
-    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false: that
-    line has no FP8, and knows no mlp_dtype. Tests of FP8's MLPs fail then.
+    Another activation needs no gradient by hand. In GPT.mlp_branch, write
+    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false. That
+    line has neither FP8 nor bf16_mlp, so the tests of FP8's MLPs fail.
 
-    This form takes less memory. It is for activations that are 0 for negative inputs and rising for positive
-    ones, because relu_square_grad gets only the output. Edit both; with FP8 relu_square_fp8, too; and on a
-    GPU relu_square_kernel, or run without that kernel.
+    A gradient by hand takes less memory. The activation must be 0 for negative inputs and rise for positive
+    ones, because relu_square_grad gets only the output. Edit relu_square and relu_square_grad; with FP8, also
+    relu_square_fp8; and on a GPU, also relu_square_kernel, or run without that kernel.
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
@@ -3077,22 +3100,23 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
 def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
 
-    sqrt(square) is kept in at least fp32. In bf16 on a CPU it is rounded, which gives relu(h fc^T) again and
-    takes half the time.
+    The root is taken in at least fp32, except for bf16 on a CPU: there it is taken in bf16, which gives
+    relu(h fc^T) exactly and takes half the time.
     """
     if square.dtype == torch.bfloat16 and not square.is_cuda:
         root = square.sqrt()
     else:
-        # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
+        # Not sqrt(): on CPUs with MKL it handles zeros one by one, which takes 15 times as long.
         root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
     return (2 * dy @ proj.T).mul_(root)
 
 
 def relu_square_fp8(a8: Tensor, mlp: FP8Operands, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes, without square8, the forward: a8 is h (T, d) in e4m3; returns `square` in e4m3. With it, the
-    backward: a8 is dy (T, d) in e5m2; returns da in e5m2. Both are (T, F), with the transpose (F, T).
+    """Computes the forward of relu_square in FP8 or, with square8, the backward.
 
-    The result is first rounded to bf16. mlp.amax keeps the larger of its entry and the result's maximum.
+    Forward: a8 is h (T, d) in e4m3; returns `square` in e4m3. Backward: a8 is dy (T, d) in e5m2; returns da
+    in e5m2. Either is (T, F), with its transpose (F, T), and is first rounded to bf16. mlp.amax keeps the
+    larger of its entry and the result's maximum.
     """
     backward = int(square8 is not None)
     a_scale, w_scale, out_scale = mlp.scales[:, backward]
@@ -3109,10 +3133,9 @@ def relu_square_fp8(a8: Tensor, mlp: FP8Operands, square8: Tensor | None = None)
 
 @jit
 def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
-    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
+    """Returns the tile at `rows` and `cols` of a b^T, for a (M, K) and b (N, K), summed in fp32.
 
-    Sums are fp32. Rows beyond M and N wrap around, so that loads stay inside a and b. The caller's mask drops
-    their products.
+    Rows beyond M and N wrap around, so loads stay inside a and b. The caller's mask drops their products.
     """
     k = tl.arange(0, BLOCK_K)
     left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
@@ -3154,8 +3177,8 @@ def relu_square_kernel(
     """Computes a tile of relu(a b^T)^2 or, with `square`, of 2 sqrt(square) (a b^T).
 
     GROUP rows of tiles share operands in the L2 cache.
-    FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
-    scales: FP8Operands.scales. The columns, forward and backward, lie SCALE_STEP apart, rows twice that.
+    FP8_MAX: the largest number of the result's format, or 0: no FP8, and no out_T, scales and amax.
+    scales: FP8Operands.scales. Its columns, forward and backward, lie SCALE_STEP apart, its rows twice that.
     """
     i, j = tl.program_id(1), tl.program_id(0)
     i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -3165,8 +3188,8 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        # Rows of `scales`: a, b, result. Columns: forward, backward. The scale of `square` is that of the
-        # forward's result.
+        # Rows of `scales`: a, b, result. Columns: forward, backward. `square` has the scale of the forward's
+        # result.
         scale = scales if square is None else scales + SCALE_STEP
         product *= tl.load(scale) * tl.load(scale + WEIGHT_ROW_AT * SCALE_STEP)
     if square is None:
@@ -3197,7 +3220,7 @@ RELU_SQUARE_TILES = {
 
 
 class FP8Args(NamedTuple):
-    """The kernel's arguments that only FP8 has, in their order; FP8_MAX stands among the sizes."""
+    """Holds relu_square_kernel's FP8 arguments, in order, except FP8_MAX, which comes later."""
 
     out_T: Tensor | None = None
     scales: Tensor | None = None
@@ -3247,11 +3270,11 @@ def triton_relu_square_fp8(
 # ============================================================================================================
 # 12  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
 #
-# softcap_loss and its kernel compute the loss and its gradient in training, next_token_losses the loss alone
-# in validation, all_mixed_probs the probabilities for samples. Another mixture is an edit of
-# mix_with_pointer() and mix_with_pointer_grad(). To add a term of training alone, such as a z-loss, edit
-# softcap_loss, with and without the pointer, its kernel and what launches that; head_loss_and_grad() passes
-# its factor. Multiply it by loss_weights[0], which contains loss_share().
+# In training, softcap_loss and its kernel compute the loss and its gradient. In validation, next_token_losses
+# computes only the loss. For samples, all_mixed_probs computes the mixture's probabilities. To change the
+# mixture, edit mix_with_pointer() and mix_with_pointer_grad(). To add a training term, such as a z-loss, edit
+# softcap_loss, with and without the pointer, its kernel and triton_softcap_loss. Pass the term's factor from
+# head_loss_and_grad(), times loss_weights[0], so that the term is averaged over micro-batches as the loss is.
 # ============================================================================================================
 
 
@@ -3260,8 +3283,8 @@ def triton_relu_square_fp8(
 
 @compiled
 def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Returns the next `count` tokens of each position, (T, count) int64, given the next one, targets (T,).
-    -1: there is none. With `prefixes` (V,), a last column has the next token's prefix.
+    """Returns the `count` tokens after each position, (T, count) int64; targets (T,) are the first column.
+    -1: there is none. With `prefixes` (V,), one more column holds the next token's prefix.
     """
     columns = []
     for k in range(count):
@@ -3274,16 +3297,16 @@ def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor
 
 @compiled
 def index_in(ids: Tensor, columns: Tensor) -> Tensor:
-    """Returns where each of `ids` int64 is among ascending `columns` (P,) int32; -1: absent."""
+    """Returns the index of each of `ids` int64 in ascending `columns` (P,) int32; -1: absent."""
     at = torch.searchsorted(columns.long(), ids).clamp_max(len(columns) - 1)
     return torch.where(columns[at] == ids, at, -1)
 
 
 def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
-    """Mixes the head's probabilities p_vocab with the pointer's. Returns p, the head's part of it, and
-    dp/dz_gate. Also a part of the kernel.
+    """Mixes the head's probabilities p_vocab with the pointer's. Returns p, the head's part of p, and
+    dp/dz_gate. Also called by the kernel.
 
-    not_gate is 1 - gate, but not subtracted: near 0 that has no digits.
+    not_gate is 1 - gate, computed directly: the difference loses all digits when the gate is near 1.
     """
     p_head = p_vocab * (not_gate + gate * p_sink)
     gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
@@ -3291,11 +3314,11 @@ def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
 
 
 def mix_with_pointer_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
-    """Returns gradients of the loss -weight log p, given weight / p. Also a part of the kernel.
+    """Returns gradients of the loss -weight log p, given weight / p. Also called by the kernel.
 
-    dp_copy, dp_sink: with respect to p_copy and p_sink. dz_gate: to the gate column's z. dz_at_first: what is
-    subtracted from dz in the target's column. softmax_weight: times the softmax without the gate it is the
-    rest of dz in all other columns.
+    dp_copy, dp_sink: with respect to p_copy and p_sink. dz_gate: with respect to the gate column's z.
+    softmax_weight: times the softmax without the gate's column it is dz in every column but the gate's,
+    before dz_at_first is subtracted in the target's column.
     """
     dp_copy = -weight_over_p * gate
     dz_gate = -weight_over_p * gate_slope
@@ -3315,17 +3338,18 @@ def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
 
 
 class PointerOutput(NamedTuple):
-    """What the copy pointer says of the next tokens of n positions."""
+    """Holds the copy pointer's probabilities for the next tokens of n positions."""
 
-    probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
-    copy_gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
+    # (2, n), at least fp32: p_copy, the probability of the sources that hold the next token; p_sink
+    probs: Tensor
+    copy_gate_column: Tensor  # (1,) int64: the head's column whose softmax is `gate`, the pointer's weight
     dprobs: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
 
     def chunk(self, chunk: slice) -> PointerOutput:
         return self._replace(probs=self.probs[:, chunk], dprobs=self.dprobs[:, chunk])
 
 
-PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
+PROB_FLOOR = 1e-9  # added to the mixture's probabilities so that their logarithms are finite
 
 
 def softcap_loss(
@@ -3336,29 +3360,30 @@ def softcap_loss(
     pointer_out: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> tuple[Tensor, ...]:
-    """Returns each row's loss, the weighted sum of the cross-entropies of its targets after the softcap, and
-    the gradient of the losses' sum with respect to the logits.
+    """Returns the loss of each row, a weighted sum of its targets' cross-entropies after the softcap, and the
+    gradient of the losses' sum with respect to the logits.
 
         z = scale sigmoid((logits + shift) / span)
         loss = sum_k loss_weights[k] (log sum exp z - z[targets[k]])
         dz_j = (sum_k loss_weights[k]) softmax(z)_j - sum_k loss_weights[k] [j = targets[k]]
 
-    With `pointer_out` the first target's loss is -loss_weights[0] log p of a mixture. p_vocab is the
-    target's softmax among all columns but the gate's, `gate` the gate's column's softmax among all; p_copy
-    and p_sink are the pointer's (below).
+    With `pointer_out` the first target's loss is -loss_weights[0] log p, where p is a mixture. p_vocab is the
+    target's softmax among all columns but the gate's, `gate` is the softmax of the gate's column among all,
+    and p_copy and p_sink come from the pointer (below).
 
         p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
         dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
         dp/dz_j = p_head [j = target] - (p_head + gate_slope) (softmax without the gate)_j
 
-    The losses of the other targets are as without the pointer.
+    The pointer does not change the losses of the other targets.
 
-    logits (n, V), or (n, P) with sampled columns, which targets then count; targets (n, K) int64, contiguous,
-    -1: none; loss_weights (K,) of the losses' dtype. Losses (n,) are fp32 (fp64 for fp64 logits). The
-    gradient has the logits' dtype; with `fp8_scale` it is e5m2 with that scale, saturating, and comes twice:
-    (n, V), and transposed.
+    logits (n, V), or (n, P) with sampled columns, which targets then index; targets (n, K) int64, contiguous,
+    -1: none; loss_weights (K,) in the losses' dtype. Losses (n,) are fp32 (fp64 for fp64 logits). The
+    gradient has the logits' dtype. With `fp8_scale` it is e5m2 with that scale, saturating, and is returned
+    twice: (n, V), and transposed.
     """
-    # In place where possible: on a CPU memory traffic is the limit. No sum of exp(z) overflows: see Softcap.
+    # Work in place where possible: on a CPU memory traffic is the limit. Sums of exp(z) cannot overflow: see
+    # Softcap.
     s = softcap_sigmoid(logits, cap)
     slope = cap.scale / cap.span  # dz/dlogits = slope s (1 - s)
     exp_z = (cap.scale * s).exp_()
@@ -3408,12 +3433,12 @@ def softcap_loss(
 mix_with_pointer_in_kernel = jit(mix_with_pointer)
 mix_with_pointer_grad_in_kernel = jit(mix_with_pointer_grad)
 FLOOR = tl.constexpr(PROB_FLOOR)
-LOG2_E = tl.constexpr(math.log2(math.e))  # exp2 takes half of the instructions of exp
+LOG2_E = tl.constexpr(math.log2(math.e))  # exp2 takes half the instructions of exp
 
 
 @jit
 def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
-    """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
+    """Returns softcap_sigmoid() of a row's logits in columns `cols`. Values beyond V are undefined."""
     x = tl.load(logits + cols, mask=cols < V).to(tl.float32)
     return 1 / (1 + tl.exp2((x + SHIFT) * (-PER_SPAN * LOG2_E)))
 
@@ -3444,10 +3469,10 @@ def softcap_loss_kernel(
 ):
     """Computes the losses and the gradient of ROWS rows, with softcap_loss's names.
 
-    all_weight is dz_per_exp_z times the sum of exp(z), dz_at_first the first column of dz_at_targets.
-    grad_mul: s (1 - s) times this is dz/dlogits, divided by fp8_scale if there is one.
-    z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
-    write the same numbers.
+    all_weight is dz_per_exp_z times the sum of exp(z). dz_at_first is the first column of dz_at_targets.
+    grad_mul times s (1 - s) is dz/dlogits, divided by fp8_scale if there is one.
+    z lies in 0 .. SCALE, so exponentials need no maximum subtracted. Tile rows beyond the last row repeat it
+    and write the same numbers.
     """
     tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.minimum(tile_rows, n - 1).to(tl.int64)
@@ -3472,8 +3497,8 @@ def softcap_loss_kernel(
     lse = tl.log(sum_exp)
 
     loss = 0.0
-    other_weights = 0.0  # of all targets but one that is mixed with the pointer
-    all_weight = 0.0  # of the softmax among all columns
+    other_weights = 0.0  # sum of the weights of targets not mixed with the pointer
+    all_weight = 0.0  # weight of the softmax among all columns
     for k in tl.static_range(K):
         target = tl.load(targets + k)
         z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
@@ -3513,12 +3538,12 @@ def softcap_loss_kernel(
         g = tl.clamp(g, -grad_max, grad_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
         tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
         if grad_T is not None:
-            g_T = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # once more: see store_fp8
+            g_T = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # converted again: see store_fp8
             tl.store(grad_T + cols.to(tl.int64) * n + tile_rows, g_T, mask=(cols < V) & (tile_rows < n))
 
 
-# One row's logits stay in the L2 cache for the second pass. The transpose needs 32 rows, for whole sectors of
-# 32 bytes.
+# One row's logits stay in the L2 cache for the second pass. FP8's transpose needs 32 rows, to store whole
+# sectors of 32 bytes.
 LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
 
 
@@ -3572,11 +3597,11 @@ def next_token_losses(
     pointer_out: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> Tensor:
-    """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_out
+    """Returns the losses -log p (n,) of targets (n,), in at least fp32. Without pointer_out
 
         p = p_vocab, the softmax of the logits (n, V) after the softcap;
 
-    with them softcap_loss's mixture, where p_vocab is the softmax without the gate's column:
+    with it, softcap_loss's mixture, where p_vocab is the softmax without the gate's column:
 
         p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
     """
@@ -3593,9 +3618,9 @@ def next_token_losses(
 def all_mixed_probs(
     z: Tensor, inputs: PointerInputs, micro_batch: MicroBatch, window: int, copy_gate_column: Tensor
 ) -> Tensor:
-    """Returns the mixture's probability of each token after the last position, (V,): of all targets what
-    next_token_losses has of one, but without PROB_FLOOR. z (1, V): that position's softcapped logits. inputs:
-    of all positions.
+    """Returns the probabilities (V,) of the token after the last position: the mixture of next_token_losses,
+    for every token at once and without PROB_FLOOR. z (1, V): the last position's softcapped logits. inputs:
+    those of all positions.
     """
     gate, not_gate, z = split_copy_gate(z, copy_gate_column)
     p_vocab = z.softmax(1)[0]
@@ -3609,8 +3634,8 @@ def all_mixed_probs(
 
 
 def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns copy_gate_column's softmax (n,) of softcapped logits z (n, V), 1 minus that, and z with -inf in
-    that column.
+    """Returns the softmax (n,) of copy_gate_column in softcapped logits z (n, V), 1 minus it, and z with
+    -inf in that column.
     """
     others = z.index_fill(1, copy_gate_column, -math.inf)
     log_odds = z[:, copy_gate_column][:, 0] - others.logsumexp(1)
@@ -3620,21 +3645,21 @@ def split_copy_gate(z: Tensor, copy_gate_column: Tensor) -> tuple[Tensor, Tensor
 # ---- Copy pointer ------------------------------------------------------------------------------------------
 
 # PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
-# attends to sources j, the positions strictly before it in its document and window, and to a sink. Another
-# score is an edit of pointer_tiles and pointer_grad; and of pointer_scores and pointer_grad_kernel, or run
-# without that kernel.
+# attends to a sink and to sources j, the positions strictly before i in its document and window. To change
+# the score, edit pointer_tiles and pointer_grad. Then edit pointer_scores and pointer_grad_kernel, too, or
+# run without the kernels.
 #
 #     score_ij = q_i k_j / sqrt(pointer_dim),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
 #     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
 #
-# softcap_loss mixes p_copy and the head's probabilities. As these do not depend on each other, the pointer
-# comes before the head, and the head's gradients of p_copy and p_sink begin the pointer's backward:
+# softcap_loss mixes p_copy with the head's probabilities. Neither depends on the other, so the pointer runs
+# before the head. The pointer's backward begins with the gradients of p_copy and p_sink, from softcap_loss:
 #
 #     mean_i = p_copy_i dp_copy_i + p_sink_i dp_sink_i,   dsink_score_i = p_sink_i (dp_sink_i - mean_i)
 #     dscore_ij = exp(score_ij - lse_i) ([token_j = target_i] dp_copy_i - mean_i)
 
 
-POINTER_QUERIES = 256  # memory holds the scores of so many queries at a time
+POINTER_QUERIES = 256  # number of queries whose scores are in memory at once
 
 
 class PointerInputs(NamedTuple):
@@ -3646,9 +3671,9 @@ class PointerInputs(NamedTuple):
 def pointer_tiles(
     inputs: PointerInputs, micro_batch: MicroBatch, window: int, first_query: int = 0
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yields for tiles of queries, from first_query on: their slice; that of the sources which they may see;
-    their scores, (n, m) in at least fp32, -inf where they do not see the source; and which sources hold the
-    next token.
+    """Yields, for tiles of queries from first_query on: the slice of the queries; the slice of the sources
+    that they may see; the scores (n, m), in at least fp32, -inf for unseen sources; and which sources hold
+    the next token.
     """
     q, k, _ = inputs
     T, D = q.shape
@@ -3685,8 +3710,8 @@ def pointer_grad(
     lse: Tensor,
     dprobs: Tensor,
 ) -> PointerInputs:
-    """Returns the gradients of the inputs, given pointer()'s arguments, its results, and the gradient of its
-    probabilities (2, T).
+    """Returns the gradients of the inputs, given pointer()'s arguments and results, and dprobs (2, T), the
+    gradient of its probabilities.
     """
     q, k, sink_scores = inputs
     scale = q.size(1) ** -0.5
@@ -3702,7 +3727,7 @@ def pointer_grad(
 
 
 class Pointer(torch.autograd.Function):
-    """Computes PointerOutput.probs of the PointerInputs by the Backend's pointer() and pointer_grad()."""
+    """Computes PointerOutput.probs from PointerInputs, with the Backend's pointer() and pointer_grad()."""
 
     @staticmethod
     def forward(ctx, q, k, sink_scores, micro_batch, window, backend):
@@ -3720,13 +3745,13 @@ class Pointer(torch.autograd.Function):
         return grads.q, grads.k, grads.sink_scores, None, None, None
 
 
-# In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows after
-# the last position repeat it: they write the same numbers.
+# The kernels never store scores: the backward computes them again (FlashAttention-2: arXiv:2307.08691). Tile
+# rows beyond the last position repeat it and write the same numbers.
 
 
 @jit
 def pointer_scores(a, b, seen, D: tl.constexpr):
-    """Returns the scores of tiles a and b, one of queries and one of keys; -inf where unseen."""
+    """Returns the scores of tiles a and b, one of queries and one of keys; -inf where not `seen`."""
     scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
     return tl.where(seen, scores, float("-inf"))
 
@@ -3735,9 +3760,9 @@ def pointer_scores(a, b, seen, D: tl.constexpr):
 def pointer_kernel(
     q, k, first_sources, targets, tokens, sink_scores, out, T, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Computes p_copy, p_sink and lse, the rows of `out` (3, T), of a tile of queries.
+    """Computes p_copy, p_sink and lse, the rows of `out` (3, T), for a tile of queries.
 
-    Sums are relative to exp(peak), the largest score so far.
+    Sums are divided by exp(peak); peak is the largest score so far.
     """
     offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
     rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
@@ -3783,10 +3808,11 @@ def pointer_grad_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the gradient of a tile of a (T, D), which meets b (T, D).
+    """Computes the gradient of a tile of a (T, D), given b (T, D).
 
-    a are the queries and b the keys, with their targets and tokens, a_ids and b_ids; bounds are the queries'
-    first sources. KEYS: a are the keys and b the queries; bounds are the ends of the keys' queries.
+    a holds the queries and b the keys, a_ids the queries' targets and b_ids the keys' tokens, `bounds` the
+    queries' first sources. With KEYS, queries and keys change places, and `bounds` holds the ends of the
+    keys' queries.
     """
     offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
     rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
@@ -3815,7 +3841,7 @@ POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 
 @compiled
 def pointer_index_rows(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """Returns what the kernels index by, (4, T) int32: each query's first source; the end of each source's
+    """Returns the kernels' index rows, (4, T) int32: each query's first source; the end of each source's
     queries; tokens; targets. A query's sources end before it; a source's queries begin after it.
     """
     positions = torch.arange(len(tokens), device=tokens.device)
@@ -3868,7 +3894,7 @@ def triton_pointer_grad(
 def gather_rows(
     out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
 ) -> None:
-    """out[i] = the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
+    """Writes to out[i] the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
 
     table (N, w); ids and sign_ids (K, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
     k, in at least fp32, and rounded once.
@@ -3887,9 +3913,10 @@ def gather_rows(
 
 
 def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
-    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
+    """Adds to out[ids[i]] the sum of grad[k] over the positions k of ids[i]. With `signs`, each gradient is
+    first multiplied by its position's row of signs.
 
-    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
+    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the positions' order, and
     rounded once.
     """
     out = out.flatten(1)
@@ -3916,17 +3943,17 @@ def segment_sum_rows_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Sums a chunk of a row over its positions, in their order. UNROLL loads are in flight.
+    """Sums a chunk of a row over the row's positions, in their order, with UNROLL loads in flight.
 
-    All chunks of a row begin before the next row's. In GPT-2's vocabulary frequent tokens have low rows, so
-    the rows with the most positions begin first, and no other program waits for them at the end.
+    All chunks of a row begin before those of the next row. In GPT-2's vocabulary frequent tokens have low
+    ids, so the rows with the most positions begin first, and nothing waits for them at the end.
     """
     chunks = tl.cdiv(columns, BLOCK)
     i = tl.program_id(0) // chunks
     cols = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
     total = tl.zeros((BLOCK,), tl.float32)
-    # Unrolled once more: in long rows the next loads begin before all of these have arrived.
+    # This loop is unrolled, too: in long rows the next loads begin before all earlier ones have arrived.
     for start in tl.range(first, last, UNROLL, loop_unroll_factor=4):
         for k in tl.static_range(UNROLL):
             at = start + k
@@ -3962,8 +3989,8 @@ def triton_segment_sum_rows(
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations. Others, such as norm and add_columns, choose by themselves
-    between forms that differ in rounding only.
+    """Holds a run's implementations of operations. Other operations, such as norm and add_columns, choose by
+    themselves between forms that differ only in rounding.
     """
 
     attention: Callable = dense_attention
@@ -3976,12 +4003,12 @@ class Backend(NamedTuple):
     pointer_grad: Callable = pointer_grad
     segment_sum_rows: Callable = segment_sum_rows
     fp8: bool = False
-    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
+    mlp_dtype: torch.dtype | None = None  # dtype of the MLPs' products outside FP8; None: the model's
 
 
 TORCH_BACKEND = Backend()
 
-KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the operations that it does
+KERNELS: dict[str, dict[str, Callable]] = {  # the operations of each name in Config.kernels
     "relu_square": {
         "relu_square": triton_relu_square,
         "relu_square_grad": triton_relu_square_grad,
@@ -3996,10 +4023,10 @@ assert KERNELS.keys() == set(typing.get_args(Kernel))
 
 
 def select_backend(cfg: Config, device: torch.device) -> Backend:
-    """Returns the implementations that the config names, of which only cfg.bf16_mlp falls back in silence.
-    Activates FlashAttention-3, if it is one of them.
+    """Returns the implementations that the config names. Activates FlashAttention-3 if it is one of them.
 
-    Raises UserError with the first reason against them here, and a setting that avoids it.
+    Raises UserError for the first setting that cannot be honoured here, and says what to set instead. Only
+    cfg.bf16_mlp is silently ignored, except for fp32 MLPs in plain torch on a CPU with AMX.
     """
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
@@ -4016,7 +4043,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
         "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
         "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
     )
-    # dense_attention keeps its bias from layer to layer, and a graph would keep it for ever.
+    # dense_attention keeps its bias from layer to layer, and a CUDA graph would freeze it.
     has_graphs = on_gpu and cfg.attention_impl != "dense"
     require(
         has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
@@ -4049,7 +4076,7 @@ def configure_compiler(cfg: Config) -> Callable | None:
     """Returns the COMPILER for this config; None without cfg.compile."""
     if not cfg.compile:
         return None
-    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
+    torch._dynamo.config.recompile_limit = 64  # graphs per function; the default is 8
     names = "|".join(sorted(DYNAMIC_ARGUMENTS))
     torch.compiler.config.dynamic_sources = rf"L\['({names})'\].*"
 
@@ -4064,22 +4091,22 @@ def configure_compiler(cfg: Config) -> Callable | None:
 
 
 class CUDAGraphs:
-    """Launches at once, as a CUDA graph, all that a function does on a GPU, if it has done that before.
+    """Launches everything that a repeated call does on a GPU at once, as a CUDA graph.
 
-    Calls are the same if their arguments are: tensors count by address and shape, all else by ==. The
-    first of the same calls compiles and autotunes, the second is captured, later ones replay that without
+    Two calls are the same if their arguments are: tensors are compared by address and shape, all else by ==.
+    The first call compiles and autotunes, the second is captured, and later ones replay the graph without
     any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
-    argument. Results lie where the captured call's did, until the next replay.
+    argument. Results lie where the captured call's did, and last until the next replay.
     """
 
     def __init__(self, enabled: bool):
         self.pool = torch.cuda.graph_pool_handle() if enabled else None
-        self.captured: dict[tuple, tuple | None] = {}  # graph and results; None: called once
+        self.captured: dict[tuple, tuple | None] = {}  # a call's graph and results; None: called once
 
     def run(self, function: Callable, host_state: tuple, **arguments):
-        """Returns function(**arguments). host_state: what it reads on the host besides its arguments."""
+        """Returns function(**arguments). host_state: what the function reads on the host besides them."""
         call = partial(function, **arguments)
-        if self.pool is None or TRACING:  # a trace has the launches one by one
+        if self.pool is None or TRACING:  # a trace shows the launches one by one
             return call()
         key_parts = [host_state, function]
         for x in tree_leaves(arguments):
@@ -4092,7 +4119,7 @@ class CUDAGraphs:
             return call()
         if self.captured[key] is None:
             graph = torch.cuda.CUDAGraph()
-            # In the meantime the thread that builds batches may page-lock memory.
+            # thread_local: the thread that builds batches may page-lock memory during the capture.
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
                 results = call()
             self.captured[key] = graph, results
@@ -4102,17 +4129,17 @@ class CUDAGraphs:
 
 
 # ============================================================================================================
-# 15  Collectives: asynchronous, each returns a Pending, whose wait() returns the result
+# 15  Collectives. They are asynchronous: each returns a Pending, whose wait() returns the result.
 # ============================================================================================================
 
 
-# torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
+# torch 2.13 renamed these two functions and warns about the old names, but 2.11 has only the old ones.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending(NamedTuple):
-    """The result of a collective that is under way: wait() returns it."""
+    """Holds the result of a collective that is under way; wait() returns it."""
 
     result: Tensor
     handle: dist.Work | None = None
@@ -4126,7 +4153,7 @@ class Pending(NamedTuple):
 
 
 def rank_order_mean(parts: Tensor) -> Tensor:
-    """Returns the mean over the first axis of `parts` (n, ...), summed from 0 in order, in at least fp32."""
+    """Returns the mean over the first axis of `parts` (n, ...); adds them to 0 in order, in at least fp32."""
     total = torch.zeros_like(parts[0], dtype=torch.promote_types(parts.dtype, torch.float32))
     for part in parts:
         total += part
@@ -4135,10 +4162,10 @@ def rank_order_mean(parts: Tensor) -> Tensor:
 
 @dataclass
 class Collectives:
-    """Collectives of one process group; with one rank nothing is communicated.
+    """Runs collectives of one process group; with one rank nothing is communicated.
 
-    Every rank must make the same calls in the same order, from one thread. `name` and `label` say what a
-    call sends: tests and benchmarks count by them.
+    Every rank must make the same calls in the same order, from one thread. `name` and `label` say what a call
+    sends, so that tests and benchmarks can count it.
     """
 
     rank: int
@@ -4154,11 +4181,11 @@ class Collectives:
         return t.chunk(self.world_size)[self.rank]
 
     def reduce_scatter(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
-        """Averages `grad` over ranks; each gets its own block.
+        """Averages `grad` over ranks; each rank gets its own block of the mean.
 
-        NCCL or gloo sums in grad's dtype, rounding at every hop. With `in_rank_order` as many bytes go by
-        all-to-all, and are summed in rank order in at least fp32, which the result has, too. Otherwise, and
-        with one rank, the result has grad's dtype.
+        NCCL or gloo sums in grad's dtype and rounds at every hop. With `in_rank_order` the blocks go by
+        all-to-all, the same traffic, and are summed in rank order; the result is in at least fp32. Otherwise,
+        or with one rank, it has grad's dtype.
         """
         if self.world_size == 1:
             return Pending(grad)
@@ -4178,7 +4205,7 @@ class Collectives:
         output_splits: list[int],
         out: Tensor | None = None,
     ) -> Pending:
-        """Sends rows (sum(input_splits), ...), by receiver; returns those sent here, by sender, in `out`."""
+        """Sends rows (sum(input_splits), ...), by receiver; returns received rows, by sender, in `out`."""
         if self.world_size == 1:
             return Pending(rows if out is None else out.copy_(rows))
         if out is None:
@@ -4186,7 +4213,7 @@ class Collectives:
         return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
 
     def all_gather(self, name: str, t: Tensor) -> Pending:
-        """Fills t, of which each rank has updated its own block, from all ranks."""
+        """Completes t, in which each rank has updated only its own block."""
         if self.world_size == 1:
             return Pending(t)
         return Pending(t, _all_gather(t, self.block(t), **self.options))
@@ -4199,7 +4226,7 @@ class Collectives:
         self.from_rank_0(None)
 
     def from_rank_0(self, value):
-        """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
+        """Returns rank 0's small value when all ranks have called this. Blocks; not for the timed loop."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, self.group)
@@ -4207,30 +4234,30 @@ class Collectives:
 
 
 # ============================================================================================================
-# 16  Optimizer. Has the objects of section 17 and the table of n-grams, and runs their scatter, update and
-#    gather in explicit orders; the state of training. In a step:
+# 16  Optimizer. It owns the parameters of section 17 and the table of n-grams, and runs their scatter, update
+#    and gather in explicit orders. The state of training is here, too. In a step:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
 #    backward       LMHead.add_product, BankMatrix's            Optimizer.add_row_grads
-#                   deliver_grad, autograd of small ones; then
+#                   deliver_grad, autograd for small ones; then
 #                   end_backward; then add_row_grads of embeddings
 #    scatter        scatter: the mean over ranks begins         scatter
 #    update         update, by the mean; clear: a new sum       update; clear
-#    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
+#    gather         gather: all ranks get all blocks            start_fetch: rows for the next steps
 # ============================================================================================================
 
 
 class Optimizer:
-    """Decides when each parameter is updated, and spreads the work over ranks: scatters gradients, updates
-    own blocks, gathers parameters. UPDATE_RULES, and for n-grams row_adam(), say how to update.
+    """Decides when each parameter is updated, and spreads the work over ranks: each rank scatters gradients,
+    updates its own blocks and gathers parameters. UPDATE_RULES, and row_adam() for n-grams, compute updates.
 
-    Gradients are exchanged in the order of `trainables`: n-grams', then in the order of cfg.params, small
-    parameters' last. Updates are done by update_order.
+    Gradients are exchanged in the order of `trainables`: the n-grams' first, the small parameters' last, the
+    others' in the order of cfg.params. Updates follow update_order.
 
-    Neither order changes the result: each update reads only its own gradient and state, and the order in
-    which ranks are summed does not depend on when a collective starts. embed's gradient is added before
-    lm_head's is exchanged, and its values are copied after lm_head's are gathered.
+    Neither order changes the result, because each update reads only its own gradient and state, and the order
+    in which ranks are summed does not depend on when a collective starts. embed's gradient is added before
+    lm_head's is exchanged, and embed's values are copied after lm_head's are gathered.
     """
 
     def __init__(
@@ -4256,15 +4283,15 @@ class Optimizer:
         self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
             self.trainables = {"ngrams": self.ngrams} | self.trainables
-        self.batch: Batch | None = None  # the one that ensure_batch() got last
-        self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
-        self.last_plan: StepPlan | None = None  # of the step before, whose averages have not ticked yet
+        self.batch: Batch | None = None  # the batch that ensure_batch() got last
+        self.routes: dict[str, RowRoutes] = {}  # that batch's routes, on the device
+        self.last_plan: StepPlan | None = None  # last step's plan; its averages tick in the next step()
 
     @torch.no_grad()
     def ensure_batch(self, batch: Batch | None) -> None:
-        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams; not again if that
-        is done. train_step() calls it when a step begins; a step that updates the n-grams has called it
-        already, for the next batch. None: no batch is left.
+        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. Does nothing if
+        that is done already, or if no batch is left (None). train_step() calls it when a step begins; a step
+        that updates the n-grams has already called it for the next batch.
         """
         if batch is None or batch is self.batch:
             return
@@ -4279,34 +4306,34 @@ class Optimizer:
     ) -> None:
         """Adds to tables' main_grads the gradients (T, ...) of what a micro-batch's positions have looked up.
 
-        signs: the model's, by which rows of bigrams and n-grams were multiplied.
+        signs: the model's signs, by which rows of bigrams and n-grams were multiplied.
         """
         for name, grads in row_grads.items():
             table = self.trainables[name]
             self.backend.segment_sum_rows(table.main_grad, grads, segments[table.rows_by], signs)
 
     def banks(self) -> dict[str, Bank]:
-        """Returns the banks, by name, as matrix products take them."""
+        """Returns the banks by name, for matrix products."""
         return {name: param.bank() for name, param in self.params.items() if param.spec.kind == "bank"}
 
     def accumulate_flags(self) -> tuple[bool, ...]:
-        """Returns whether the next gradients of banks and lm_head are added, or overwrite what is there.
+        """Returns whether the next gradients of banks and lm_head are added to main_grad, or overwrite it.
 
-        A backward reads this on the host, so a CUDA graph is of one such state.
+        A backward reads these flags on the host, so a CUDA graph fits only one combination of them.
         """
         dense = [param for param in self.params.values() if isinstance(param, DenseParam)]
         return tuple(bool(param.accumulate) for param in dense)
 
     @torch.no_grad()
     def step(self, plan: StepPlan, next_batch: Callable[[], Batch | None] = lambda: None) -> None:
-        """Updates what is due. `next_batch()`: the next batch; its n-grams are fetched after their update.
+        """Updates what is due. After the n-grams' update, fetches those of the next batch, `next_batch()`.
 
-        wait() must have been called since the step before. Mean gradients exist only here, and of each only
-        this rank's block.
+        wait() must have been called since the step before. Mean gradients exist only in this method, and only
+        for this rank's blocks.
         """
         assert not any(trainable.in_flight for trainable in self.trainables.values())
-        head, embed = self.params["lm_head"], self.params["embed"]
-        # Now, because ensure_batch() below replaces self.routes by those of the next batch.
+        head, embed = self.params.get("lm_head"), self.params.get("embed")
+        # Set now, because ensure_batch() below replaces self.routes by the next batch's.
         for param in self.params.values():
             if isinstance(param, EmbeddingParam):
                 param.routes = self.routes.get(param.name)
@@ -4322,7 +4349,7 @@ class Optimizer:
             with traced(f"exchange {trainable.name}"):
                 pending_grads[trainable.name] = trainable.scatter()
 
-        self.tick()  # the averages of the step before, while the gradients are on their way
+        self.tick()  # the averages of the step before, while gradients are on their way
 
         # Update, and gather.
         with traced("update"):
@@ -4344,7 +4371,7 @@ class Optimizer:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Ends all gathers, and the fetch of n-grams, that are under way."""
+        """Waits for all gathers, and for the fetch of n-grams, that are under way."""
         for trainable in self.trainables.values():
             trainable.wait()
 
@@ -4354,7 +4381,7 @@ class Optimizer:
             param.wait()
 
     def tick(self) -> None:
-        """Moves averages towards their parameters, as they are after the step before and its gathers."""
+        """Moves averages towards their parameters as they are at the end of the step before."""
         if self.last_plan is not None:
             for param in self.params.values():
                 param.tick(self.last_plan.average_rates)
@@ -4372,7 +4399,7 @@ class Optimizer:
 
     @torch.no_grad()
     def drop_grads(self) -> None:
-        """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
+        """Drops all gradients and fetched rows of n-grams, so that no update is pending."""
         self.wait()
         for trainable in self.trainables.values():
             trainable.drop_grad()
@@ -4384,8 +4411,8 @@ class Optimizer:
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns all tensors that training changes on this rank, except gradients and the table of n-grams; and
-    the signs, which a resumed run must share. Not copied.
+    """Returns all tensors that training changes on this rank, except gradients and the table of n-grams. Also
+    returns the signs, which a resumed run must share. Copies nothing.
     """
     optimizer.wait()
     others = {"signs": model.signs}
@@ -4404,8 +4431,8 @@ def training_state(model: GPT, optimizer: Optimizer) -> dict:
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     """Copies `state`, this rank's part, into the model and the optimizer, and gathers the parameters.
 
-    Drops gradients. A checkpoint's state also has the table of n-grams, if there is one, and the number of
-    steps.
+    Drops gradients. A checkpoint's state also has the number of steps and, if there is one, the table of
+    n-grams.
     """
     live = live_state(model, optimizer)
     optimizer.drop_grads()
@@ -4419,25 +4446,25 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
 
 
 # ============================================================================================================
-# 17  Parameters. One object for each bank, each embedding, lm_head, and each vector of small parameters. It
-#    owns the gradient, from the backward that adds to it to the gather of what its update changes: section
-#    17 has a table of what is called when.
+# 17  Parameters. Each bank, each embedding, lm_head, and each vector of small parameters is one object. The
+#    object owns the gradient, from the backward that adds to it to the gather of the updated values. Section
+#    16 has a table of what is called when.
 # ============================================================================================================
 
 
 class RunningAverage(NamedTuple):
-    """The running average of a parameter's block that a row of Config.averages asks for."""
+    """Holds the running average of a parameter's block that a row of Config.averages asks for."""
 
-    number: int  # StepPlan.average_rates[number] is how far it moves after a step
+    number: int  # the row's index, also in StepPlan.average_rates
     spec: WeightAverage
     value: Tensor
 
 
 class Trainable:
-    """What the optimizer updates: a parameter that is spread over ranks, or the table of n-grams.
+    """Anything that the optimizer updates: a parameter that is spread over ranks, or the table of n-grams.
 
-    main_grad is the gradient, summed from one update to the next, over micro-batches and steps. Each object
-    has scatter(), which starts its mean over ranks, and update(), which updates this rank's block by that.
+    main_grad is the gradient, summed over micro-batches and steps from one update to the next. scatter()
+    starts to average it over ranks, and update() updates this rank's block by the mean.
     """
 
     spec: ParamSpec | Ngrams
@@ -4445,33 +4472,33 @@ class Trainable:
     update_order: int
     comm: Collectives
     backend: Backend
-    main_grad: Tensor | None  # None: autograd's, of a bank with Config.main_grad=false
-    in_flight: Pending | None = None  # a gather, or a fetch, until somebody waits for it
+    main_grad: Tensor | None  # None: autograd has the gradient, for a bank with Config.main_grad=false
+    in_flight: Pending | None = None  # a gather or a fetch, until wait() is called
 
     def is_due(self, plan: StepPlan) -> bool:
         return plan.is_update_step(self.spec.update_every)
 
     def drop_grad(self) -> None:
-        """Begins a new sum of the gradient, whatever has been added since the last update."""
+        """Drops the gradient that has been summed since the last update."""
         self.main_grad.zero_()
 
     def clear(self) -> None:
-        """Begins a new sum after an update. Subclasses may zero only the rows that update() has read."""
+        """Drops the gradient after an update. Subclasses may zero only the rows that update() has read."""
         self.drop_grad()
 
     def wait(self) -> None:
-        """Ends the gather or the fetch, if one is under way."""
+        """Waits for the gather or the fetch, if one is under way."""
         pending, self.in_flight = self.in_flight, None
         if pending:
             pending.wait()
 
 
 class ShardedParam(Trainable):
-    """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
-    rule's state and the averages of that block.
+    """Holds a parameter whose updates are spread over ranks: each rank updates its own block, and has the
+    update rule's state and the averages of that block.
 
-    main_grad has the parameter's shape and dtype; a bank has none with Config.main_grad=false. How gradients
-    are added to it, exchanged and cleared is what the subclasses differ in.
+    main_grad has the parameter's shape and dtype; a bank has none with Config.main_grad=false. Subclasses
+    differ in how gradients are added to main_grad, exchanged and cleared.
     """
 
     spec: ParamSpec
@@ -4491,7 +4518,7 @@ class ShardedParam(Trainable):
         self.backend = backend or TORCH_BACKEND
         self.name = spec.name
         self.update_order = spec.update_order
-        self.block = comm.block(p.detach())  # the part of p that this rank updates, a view
+        self.block = comm.block(p.detach())  # a view of the part of p that this rank updates
         self.rule = UPDATE_RULES[spec.optimizer]
         self.state = self.rule.init(self.block, spec, acc_dtype(cfg), comm.rank * len(self.block))
         self.averages = []
@@ -4502,17 +4529,17 @@ class ShardedParam(Trainable):
         self.allocate_grad()
 
     def allocate_grad(self) -> None:
-        """Allocates main_grad, if the gradient is written there, and not summed by autograd."""
+        """Allocates main_grad, unless autograd sums the gradient elsewhere."""
         self.main_grad = torch.zeros_like(self.p)
         self.p.requires_grad_(False)
 
     def end_backward(self) -> None:
-        """Ends a micro-batch's backward, after which tables get their gradients.
+        """Ends a micro-batch's backward. Tables get their gradients after this call.
 
         It does nothing unless a wrapper, such as Megatron's, has set the parameter's requires_grad and its
-        attribute grad_added_to_main_grad. By TransformerEngine's contract (its PR 2871) the attribute becomes
-        True, and autograd gets an uninitialized gradient, so that hooks that wait for one run, and drop it.
-        It is not in the backward of each product, because a compiled backward gives all results at its end.
+        attribute grad_added_to_main_grad. Then, by TransformerEngine's contract (its PR 2871), the attribute
+        becomes True, and autograd gets an uninitialized gradient, so that hooks run; by the contract they
+        drop it. Products' backwards do not do this, because a compiled backward gives all results at its end.
         """
         if hasattr(self.p, "grad_added_to_main_grad"):
             self.p.grad_added_to_main_grad = True
@@ -4523,7 +4550,7 @@ class ShardedParam(Trainable):
         return self.p.grad if self.main_grad is None else self.main_grad
 
     def scatter(self) -> Pending:
-        """Starts the mean of the gradient over ranks. Each gets that of its block."""
+        """Starts to average the gradient over ranks. Each rank gets its block's mean."""
         return self.comm.reduce_scatter(self.name, self.grad(), self.spec.reduction == "fp32")
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
@@ -4531,13 +4558,13 @@ class ShardedParam(Trainable):
         self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg)
 
     def gather(self) -> None:
-        """Starts to complete the parameter from the ranks' blocks."""
+        """Starts to gather all ranks' blocks into the parameter."""
         with traced(f"gather {self.name}"):
             self.in_flight = self.comm.all_gather(self.name, self.p.detach())
 
     def tick(self, rates: tuple[float, ...]) -> None:
         """Moves averages towards the block, by StepPlan.average_rates. Here and in apply_averages a bf16
-        block is taken without the lower halves of its numbers, which ANVIL's state has.
+        block is used as it is, without the lower 16 bits that ANVIL keeps in its state.
         """
         for average in self.averages:
             rate = rates[average.number]
@@ -4545,14 +4572,15 @@ class ShardedParam(Trainable):
                 average.value.mul_(1 - rate).add_(self.block, alpha=rate)
 
     def apply_averages(self) -> None:
-        """Moves the parameter towards its averages, and restores its norm if any of them has keep_norm.
-        Waits.
+        """Moves the parameter towards its averages, then restores its norm if any average has keep_norm.
+        Waits for the gather.
 
         Every write rounds to the parameter's dtype.
         """
         if not self.averages:
             return
-        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
+        # In fp64, so that padding changes no digit.
+        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)
         before = norm_of(self.p.detach())
         for average in self.averages:
             self.block.copy_(self.block.to(average.value.dtype).lerp(average.value, average.spec.blend))
@@ -4565,15 +4593,15 @@ class ShardedParam(Trainable):
             p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
 
     def state_dict(self) -> dict:
-        """Returns this rank's block, the rule's state and the averages, not copied."""
+        """Returns this rank's block, the rule's state and the averages. Copies nothing."""
         averages = [average.value for average in self.averages]
         return {"block": self.block, "state": self.state, "averages": averages}
 
 
 class SmallParams(ShardedParam):
-    """Small parameters with equal optimizer, betas, dtype, interval and reduction, as parts of one vector,
-    which is exchanged and updated in their place. Autograd adds to each p.grad, which is a view of main_grad.
-    state["muls"] has each entry's factors of the rate and of decay, by UpdateRule.muls.
+    """Holds small parameters with equal optimizer, betas, dtype, interval and reduction as parts of one
+    vector. The vector is exchanged and updated, not the parameters. Autograd adds to each p.grad, which is a
+    view of main_grad. state["muls"] has each entry's factors of the rate and of decay, from UpdateRule.muls.
     """
 
     def __init__(
@@ -4584,7 +4612,7 @@ class SmallParams(ShardedParam):
         cfg: Config,
         comm: Collectives,
     ):
-        # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
+        # Parts, and ranks' blocks, begin at multiples of 16 bytes, so that kernels can load 16 bytes at once.
         sizes = [padded(p.numel(), 8) for p in params]
         padding = -sum(sizes) % (8 * comm.world_size)
         vector = params[0].new_zeros(sum(sizes) + padding)
@@ -4594,18 +4622,18 @@ class SmallParams(ShardedParam):
             value[: p.numel()].copy_(p.detach().flatten())
             p.data = value[: p.numel()].view_as(p)
             p.grad = grad[: p.numel()].view_as(p)
-        muls = [self.rule.muls(spec) for spec in specs] + [(0.0, 0.0)]  # padding has none
+        muls = [self.rule.muls(spec) for spec in specs] + [(0.0, 0.0)]  # padding has factors of 0
         entry_muls = torch.tensor(muls, dtype=acc_dtype(cfg))
         entry_muls = entry_muls.repeat_interleave(torch.tensor(sizes + [padding]), 0)
         self.state["muls"] = comm.block(entry_muls).T.contiguous().to(vector.device)
 
 
 class DenseParam(ShardedParam):
-    """A bank, or lm_head: backwards of matrix products write its gradient to main_grad directly.
+    """Holds a bank or lm_head: backwards of matrix products write its gradient directly to main_grad.
 
     accumulate: whether the next gradient is added to main_grad; the first one after an update overwrites it.
-    It is a 0-d CPU tensor, as a bool would make torch.compile build two graphs.
-    A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
+    It is a 0-d CPU tensor, because a bool would make torch.compile build two graphs.
+    With cfg.main_grad=false a bank's main_grad is None, and autograd sums its gradient in p.grad.
     """
 
     def allocate_grad(self) -> None:
@@ -4615,12 +4643,12 @@ class DenseParam(ShardedParam):
         self.accumulate = torch.tensor(False)
 
     def bank(self) -> Bank:
-        """Returns the bank, as the model takes it."""
+        """Returns the bank for the model's products."""
         w = self.p if self.main_grad is None else self.p.detach()
         return Bank(w, self.main_grad, self.accumulate)
 
     def end_backward(self) -> None:
-        """Ends a micro-batch's backward: what follows is added to its gradient."""
+        """Ends a micro-batch's backward: later gradients are added to its gradient."""
         self.accumulate = torch.tensor(True)
         if self.main_grad is not None:
             super().end_backward()
@@ -4631,19 +4659,19 @@ class DenseParam(ShardedParam):
 
 
 class EmbeddingParam(ShardedParam):
-    """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0.
+    """Holds a table of rows for tokens or bigrams. Every rank has all rows. main_grad is 0 when a sum begins.
 
-    With exchange=sparse, ranks exchange the gradients of touched rows only.
+    With exchange=sparse, ranks exchange only the gradients of touched rows.
     """
 
-    routes: RowRoutes | None = None  # of the touched rows, in a step that updates the table; on the device
+    routes: RowRoutes | None = None  # where touched rows go in a step that updates the table; on the device
 
     def allocate_grad(self) -> None:
         super().allocate_grad()
         self.rows_by = self.spec.rows_by
 
     def take_row_grads(self) -> Tensor:
-        """Returns the touched rows of main_grad, which begin a new sum."""
+        """Returns a copy of the touched rows of main_grad, and zeroes them there."""
         rows = self.main_grad[self.routes.row_ids]
         self.main_grad.index_fill_(0, self.routes.row_ids.long(), 0)
         return rows
@@ -4651,23 +4679,22 @@ class EmbeddingParam(ShardedParam):
     def scatter(self) -> Pending:
         if self.spec.exchange == "reduce_scatter":
             return super().scatter()
-        rows = (
-            self.take_row_grads()
-        )  # first: reduce_row_grads() writes their means to a part of the same main_grad
+        # Take the rows first: reduce_row_grads() writes their means to a part of the same main_grad.
+        rows = self.take_row_grads()
         out = self.comm.block(self.main_grad)
         return reduce_row_grads(self.comm, self.backend, self.name, rows, self.routes, out)
 
     def clear(self) -> None:
         if self.spec.exchange == "reduce_scatter":
             super().clear()
-        else:  # any rank may have touched these rows; all others of the block are 0
+        else:  # any rank may have touched these rows; all other rows of the block are 0
             touched = self.routes.segments.ids.long()
             self.comm.block(self.main_grad).index_fill_(0, touched, 0)
 
 
 class LMHead(DenseParam):
-    """lm_head. Until the untie step embed is its transpose: lm_head gets embed's gradient, too, and embed a
-    copy of its values.
+    """Holds lm_head. Until the untie step embed is the transpose of lm_head: lm_head also gets embed's
+    gradient, and embed gets a copy of lm_head's values.
     """
 
     def add_product(
@@ -4675,8 +4702,8 @@ class LMHead(DenseParam):
     ) -> None:
         """Writes a^T b to main_grad, or adds it, as write_grad does.
 
-        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad. The
-        first product after an update zeroes main_grad before.
+        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad;
+        main_grad is zeroed before the first product after an update.
         """
         if columns is None:
             write_grad(self.main_grad, a, b, scales, self.accumulate)
@@ -4689,15 +4716,15 @@ class LMHead(DenseParam):
         self.accumulate = torch.tensor(True)
 
     def add_grad_of(self, embed: EmbeddingParam) -> None:
-        """Adds the gradient of embed, of which only the touched rows are not 0."""
+        """Adds embed's gradient, which is 0 outside the touched rows."""
         add_columns(self.main_grad, embed.routes.row_ids, embed.take_row_grads().T)
 
     def copy_after_gather(self, embed: EmbeddingParam) -> None:
-        """Lets embed.wait() wait for this parameter's gather, and then write its transpose to embed."""
+        """Makes embed.wait() wait for this parameter's gather, and then copy its transpose to embed."""
         embed.in_flight = self.in_flight._replace(finish=partial(write_transpose, embed.p))
 
     def untie(self, embed: EmbeddingParam) -> None:
-        """Lets embed train on its own, from this parameter's state, transposed and resharded."""
+        """Lets embed train on its own, with this parameter's state, transposed and resharded."""
         for key, value in self.state.items():
             if value.dim():
                 whole = torch.empty_like(self.p, dtype=value.dtype)
@@ -4707,38 +4734,38 @@ class LMHead(DenseParam):
             embed.state[key].copy_(value)
 
 
-# By ParamSpec.kind; small parameters are packed.
+# Classes by ParamSpec.kind; SmallParams packs small parameters.
 PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam}
 
 
 # ============================================================================================================
-# 18  Update rules. In place, on one block, in at least fp32. Only ANVIL's orthogonalization and its product
-#    with NorMuon's scales are in Config.bank_dtype. Another rule is init, update, and an entry of
-#    UPDATE_RULES; rows of PARAMS then name it. A block of a bank is whole matrices; of lm_head or an
-#    embedding it is some of the rows.
+# 18  Update rules. They update one block in place, in at least fp32. Only ANVIL's orthogonalization and its
+#    product with NorMuon's scales are in Config.bank_dtype. To add a rule, write init, update and, for small
+#    parameters, muls; add an entry to UPDATE_RULES; and name the entry in rows of PARAMS. A bank's block is
+#    whole matrices; a block of lm_head or an embedding is some of the rows.
 # ============================================================================================================
 
 
 class UpdateRule(NamedTuple):
-    """How an optimizer updates one block of a parameter.
+    """Holds the functions with which an optimizer updates one block of a parameter.
 
-    The gradient is that of the loss, summed over tokens and over the steps since the last update, and
-    averaged over micro-batches and ranks. ANVIL keeps the lower halves of a bf16 block's fp32 numbers in its
-    state (split_mantissa); Adam rounds to the block's dtype.
+    The gradient is the loss's, summed over tokens and over the steps since the last update, and averaged over
+    micro-batches and ranks. ANVIL keeps the lower 16 bits of a bf16 block's fp32 numbers in its state
+    (split_mantissa); Adam rounds to the block's dtype.
 
-    The states of lm_head and embed have the same keys, and all but 0-d tensors have the block's shape, as
-    untie() transposes them.
+    The states of lm_head and embed must have the same keys, and all tensors except 0-d ones must have the
+    block's shape, because untie() copies the state, transposed.
     """
 
     init: Callable  # (block, its ParamSpec, dtype of moments, index of its first row) -> state
     # (block, gradient, state, its ParamSpec, plan, cfg): updates block and state in place.
     update: Callable
-    # ParamSpec -> factors of the step's size and of decay. Those of small parameters come as state["muls"],
-    # (2, n), which `update` must apply, as its spec has lr_mul and wd_mul 1 then; None: the rule is for no
-    # small parameters.
+    # ParamSpec -> factors of the step's size and of decay. For small parameters the factors are in
+    # state["muls"], (2, n), and `update` must apply them: the spec that it gets has lr_mul and wd_mul 1.
+    # None: the rule cannot update small parameters.
     muls: Callable | None = None
-    unused: tuple[str, ...] = ()  # fields of ParamSpec that it does not read
-    only_banks: bool = False  # it needs whole matrices
+    unused: tuple[str, ...] = ()  # fields of ParamSpec that the rule does not read
+    only_banks: bool = False  # the rule needs whole matrices
 
 
 def adam_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first_row: int) -> dict:
@@ -4750,20 +4777,20 @@ def adam_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first_row: int) ->
 
 
 def adam_muls(spec: ParamSpec) -> tuple[float, float]:
-    """Returns a parameter's factors of step_size and decay, as adam() has them from lr_mul and wd_mul."""
+    """Returns a parameter's factors of adam()'s step_size and decay, from its lr_mul and wd_mul."""
     return spec.lr_mul, spec.lr_mul**2 * spec.wd_mul
 
 
 def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, cfg: Config) -> None:
-    """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
+    """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980); eps is added to the uncorrected root.
 
         exp_avg = beta1 exp_avg + (1 - beta1) grad,  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
         update = step_size exp_avg / (sqrt(exp_avg_sq) + eps)
         p = p - update - decay p [update p > 0],  decay = lr^2 adam_wd wd_mul interval_ratio
 
-    with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t, and ParamSpec.betas to the power of
-    interval_ratio as beta1 and beta2. Weight decay acts only where it points the way the update goes
-    (cautious decay: Chen et al. 2025, arXiv:2510.12402).
+    In update t, step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t). beta1 and beta2 are ParamSpec.betas to the
+    power of interval_ratio. Weight decay acts only where it has the direction of the update (cautious decay:
+    Chen et al. 2025, arXiv:2510.12402).
     """
     updates = state["updates"].add_(1).item()
     interval_ratio = plan.interval_ratio(spec.update_every)
@@ -4776,7 +4803,7 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
     tensors = {"p": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "grad": grad}
     if "muls" in state:
         tensors["lr_mul"], tensors["decay_mul"] = state["muls"]
-    # As vectors, so that code compiled for any length serves every parameter.
+    # Flatten all tensors, so that code compiled for vectors of any length serves every parameter.
     vectors = {name: t.view(-1) for name, t in tensors.items()}
     hyper = dict(
         one_minus_beta1=1 - beta1,
@@ -4788,7 +4815,7 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan, 
     if p.is_cuda:
         adam_update(**vectors, **hyper)
         return
-    # On a CPU in parts, so that intermediate results stay in its cache.
+    # On a CPU, update in parts, so that intermediate results stay in its cache.
     for parts in zip(*(vector.split(1 << 16) for vector in vectors.values())):
         adam_update(**dict(zip(vectors, parts)), **hyper)
 
@@ -4807,7 +4834,7 @@ def adam_update(
     lr_mul: float | Tensor = 1.0,
     decay_mul: float | Tensor = 1.0,
 ) -> None:
-    """Computes adam() for a vector, in the dtype of its state."""
+    """Computes adam()'s update of a vector, in the dtype of its state."""
     grad = grad.to(exp_avg.dtype)
     exp_avg.lerp_(grad, one_minus_beta1)
     exp_avg_sq.mul_(beta2).addcmul_((1 - beta2) * grad, grad)
@@ -4816,12 +4843,12 @@ def adam_update(
     p.copy_(p32 - update - decay * decay_mul * p32 * (update * p32 > 0))
 
 
-# bf16 weights would lose most updates: their least change is one in 256. ANVIL keeps the 16 bits
-# below them, so that matmuls read 16 bits and training is that of fp32 weights (PR 190).
+# bf16 has 8 significant bits, so an update below about 1/512 of a weight is rounded away. ANVIL keeps the
+# next 16 bits apart: matmuls read 16 bits, but training is that of fp32 weights (PR 190).
 
 
 def merge_mantissa(high: Tensor, low: Tensor) -> Tensor:
-    """Returns fp32 from its upper 16 bits, bf16, and its lower ones, uint16."""
+    """Returns fp32 numbers from their upper 16 bits (bf16) and lower 16 bits (uint16)."""
     high = high.view(torch.int16).to(torch.int32)
     low = low.view(torch.int16).to(torch.int32)
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
@@ -4831,12 +4858,12 @@ def split_mantissa(x: Tensor, high: Tensor, low: Tensor) -> None:
     """Writes fp32 x into `high` (bf16, truncated) and `low` (uint16)."""
     bits = x.view(torch.int32)
     high.view(torch.int16).copy_(bits >> 16)
-    low.view(torch.int16).copy_(bits)  # keeps the lower half
+    low.view(torch.int16).copy_(bits)  # keeps the lower 16 bits
 
 
 # ANVIL's Newton-Schulz iterations, as maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360).
-# Each has its own coefficients. Together they bring singular values from 0.003 to 1 / 1.05 within 0.5 % of 1;
-# larger ones diverge.
+# Each has its own coefficients. Together they bring singular values between 0.003 and 1 / 1.05 to within
+# 0.5 % of 1; larger singular values diverge.
 ANVIL_MAPS = (
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
@@ -4850,7 +4877,7 @@ ANVIL_MAPS = (
 def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]:
     """Returns matrices x (n, rows, cols) divided by `margin` times their norms, and the new Gram matrices.
 
-    A: the Gram matrices of x. Their traces are the squared norms, so no pass over x computes those.
+    A: the Gram matrices of x. Their traces are the squared norms, so the norms need no pass over x.
     """
     trace = upcast(A.diagonal(dim1=-2, dim2=-1)).sum(-1)[:, None, None]
     divisor = margin * trace.sqrt() + 1e-6
@@ -4862,8 +4889,8 @@ def orthogonalize(x: Tensor, margin: float) -> Tensor:
 
         x = x / (margin |x|);  then for each map (a, b, c):  A = x x^T,  x = a x + (b A + c A^2) x
 
-    for wide matrices; for tall ones A = x^T x, from the right. In bf16 every product is summed in fp32 and
-    rounded once.
+    This holds for wide matrices. For tall ones A = x^T x, and x is multiplied from the right. In bf16 every
+    product is summed in fp32 and rounded once.
     """
     tall = x.size(-2) > x.size(-1)
     for i, (a, b, c) in enumerate(ANVIL_MAPS):
@@ -4890,7 +4917,7 @@ def anvil_init(p: Tensor, spec: ParamSpec, dtype: torch.dtype, first_row: int) -
         "fast_momentum": torch.zeros_like(p, dtype=dtype),
         "slow_momentum": torch.zeros_like(p, dtype=dtype),
         "second_moment": p.new_zeros(mean_shape, dtype=dtype),
-        # On the device from the start: a copy in a step would make it wait.
+        # On the device from the start, because a copy would make a step wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
     }
     if p.dtype == torch.bfloat16:
@@ -4904,8 +4931,8 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
         x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
         p = p - r x - decay r p [slow_momentum p >= 0],  r = lr * matrix_lr_mul
 
-    with slow_momentum and matrix_lr_mul from the state. lr = bank_lr times the scheduled lr_mul,
-    ParamSpec.lr_mul and sqrt(max(1, rows / cols)). decay = bank_wd wd_mul bank_lr plan.lr_mul; times r it
+    slow_momentum and matrix_lr_mul are in the state. lr is bank_lr times the scheduled lr_mul,
+    ParamSpec.lr_mul and sqrt(max(1, rows / cols)). decay = bank_wd wd_mul bank_lr plan.lr_mul, so decay r
     follows the square of the schedule.
     """
     dtype = state["slow_momentum"].dtype
@@ -4925,7 +4952,7 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: ParamSpec, plan: StepPlan,
     )
 
 
-@compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
+@compiled  # as one graph: just launching the banks' products from Python would take milliseconds
 def anvil_update(
     p: Tensor,
     grad: Tensor,
@@ -4941,7 +4968,7 @@ def anvil_update(
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """Computes anvil(), with anvil_init's names of the state."""
+    """Computes anvil()'s update. Arguments from the state have anvil_init's names."""
     x = nesterov_momentum(
         grad,
         fast_momentum,
@@ -4973,22 +5000,22 @@ def nesterov_momentum(
         mean = fast_weight fast_momentum + (1 - fast_weight) slow_momentum
         result = (1 - momentum) grad + momentum mean
 
-    One average is of recent gradients, the other of the long run.
+    fast_momentum averages recent gradients, slow_momentum many more.
     """
     grad = grad.to(fast_momentum.dtype)
-    # No lerp and no 1 - fast_weight: generated code would compute these numbers by a kernel on the host.
+    # No lerp_ and no 1 - fast_weight: for arithmetic on CPU scalars alone Inductor generates a CPU kernel.
     fast_momentum.add_(fast_rate * (grad - fast_momentum))
     slow_momentum.add_(slow_rate * (grad - slow_momentum))
-    # With fast_weight 1 this is exactly fast_momentum.
+    # If fast_weight is 1, the mean is exactly fast_momentum.
     mean = fast_weight * fast_momentum + (slow_momentum - fast_weight * slow_momentum)
     return (grad + momentum * (mean - grad)).to(dtype)
 
 
 def normuon_variance_reduction(x: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Divides the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares,
-    and then restores each matrix's norm.
+    """Divides the rows of x (n, rows, cols), or the columns of wide matrices, by their running root mean
+    squares, and then restores each matrix's norm.
 
-    Orthogonal updates still favour some neurons; this evens that out (NorMuon: Li et al. 2025,
+    Orthogonal updates still favour some neurons; the division evens them out (NorMuon: Li et al. 2025,
     arXiv:2510.05491; PRs 144, 168).
     """
     x32 = x.to(second_moment.dtype)
@@ -5010,9 +5037,9 @@ def apply_anvil(
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """p -= r x + decay r p [slow_momentum p >= 0], r = lr matrix_lr_mul; `mantissa` makes a bf16 p fp32.
+    """Subtracts r x + decay r p [slow_momentum p >= 0] from p; r = lr matrix_lr_mul, which is (n, 1, 1).
 
-    Decay acts only where the gradients of the long run shrink p too, or are 0. matrix_lr_mul (n, 1, 1).
+    `mantissa` makes a bf16 p fp32. Decay acts only where long-run gradients also shrink p, or are 0.
     """
     lr = lr * matrix_lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
@@ -5030,26 +5057,26 @@ UPDATE_RULES = {
 
 
 # ============================================================================================================
-# 19  Touched rows. Tables, of which tokens look up rows, are the embeddings and the table of n-grams. Ranks
-#    send each other the gradients of those rows alone that batches have read since the table's last update;
-#    but with exchange=reduce_scatter all of an embedding's.
+# 19  Touched rows. The tables in which tokens look up rows are the embeddings and the table of n-grams. Ranks
+#    exchange only the gradients of rows that batches have read since the table's last update. But with
+#    exchange=reduce_scatter they exchange the whole gradient of an embedding.
 #
 # A row has up to three numbers, all int32:
-#   row id        its place in the whole table, as a token or a hash names it
+#   row id        its place in the whole table, which a token or a hash gives
 #   local row id  its place in its owner's block
-#   slot          its place in this rank's buffers. Of an embedding every rank has all rows, so the slot is
-#                 the row id. Of the n-grams it has only the rows that it fetched, at slots of
-#                 NgramTable.cache.
+#   slot          its place in this rank's buffers. Every rank has all rows of an embedding, so the slot is
+#                 the row id. From the table of n-grams a rank has only the rows that it fetched, at slots
+#                 of NgramTable.cache.
 #
-# Segments say which positions of a micro-batch have read a row, RowRoutes to which rank its gradient goes.
-# How a row's gradient travels, for example value_embeds':
+# Segments say which positions of a micro-batch have read a row. RowRoutes say which rank gets its gradient.
+# A row's gradient, for example one of value_embeds, travels like this:
 #
 #   thread that       make_segments            which rows each micro-batch reads, and at which positions
 #   builds batches    route_rows               tells every owner which of its rows are touched
 #   each backward     Optimizer.add_row_grads  adds the positions' gradients to their rows of main_grad
-#   scatter           reduce_row_grads         sends the touched rows of main_grad, as they are; the owner
-#                                              sums them in fp32, in rank order, in its block of main_grad
-#   update            ShardedParam.update      Adam; then clear() makes the means' rows of main_grad 0
+#   scatter           reduce_row_grads         sends the touched rows of main_grad unchanged; the owner sums
+#                                              them in fp32, in rank order, in its block of main_grad
+#   update            ShardedParam.update      Adam; then clear() zeroes the means' rows of main_grad
 #
 #       4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
@@ -5060,53 +5087,53 @@ UPDATE_RULES = {
 #                          row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
 #
 # The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32, or
-# the number a power of 2, these are the bits of the dense exchange with reduction=fp32, rounded to that
-# dtype. Otherwise, in bf16, the division rounds once more. Section 20 has what is added for n-grams.
+# the number of ranks is a power of 2, the mean has the same bits as the dense exchange with reduction=fp32,
+# rounded to that dtype. Otherwise, in bf16, the division rounds once more. Section 20 has what n-grams add.
 # ============================================================================================================
 
 
 class Segments(NamedTuple):
-    """The distinct ids of a list (T,) or (K, T), and at which of the T positions each stands, as a sparse
-    matrix in CSR form has them.
+    """Holds the distinct ids of a list (T,) or (K, T), and each id's positions in 0 .. T - 1, as a sparse
+    matrix in CSR form.
     """
 
     # (n,) int32, ascending: a micro-batch's row ids, or the local row ids of RowRoutes. assign_slots()
-    # replaces row ids of n-grams by slots, which are in no order.
+    # replaces the row ids of n-grams by slots, which are unordered.
     ids: Tensor
     # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
     perm: Tensor
     offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # as perm, int32: rows of signs, in perm's order
+    sign_ids: Tensor | None = None  # int32, like perm: rows of signs, in perm's order
 
 
 class RowRoutes(NamedTuple):
-    """Where a table's touched rows go in an all-to-all: their gradients to their owners.
+    """Holds the routes by which an all-to-all sends the gradients of a table's touched rows to their owners.
 
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. Of n-grams
-    the same routes are used before, in reverse: owners send the rows to the ranks that will read them.
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. N-grams
+    use the same routes beforehand, in reverse: owners send the rows to the ranks that will read them.
     """
 
-    input_splits: list[int]  # how many rows this rank sends to each owner
-    output_splits: list[int]  # how many it receives, as an owner, from each rank
-    row_ids: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
-    local_row_ids: Tensor  # (sum(output_splits),) int32: those of its block that it receives
-    segments: Segments  # of local_row_ids: several ranks may send the same row
+    input_splits: list[int]  # numbers of rows that this rank sends, by owner
+    output_splits: list[int]  # numbers of rows that it receives as an owner, by sender
+    row_ids: Tensor  # (sum(input_splits),) int32: the rows that this rank has touched, by owner
+    local_row_ids: Tensor  # (sum(output_splits),) int32: the rows of its block that it receives
+    segments: Segments  # segments of local_row_ids: several ranks may send the same row
 
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
-    """Returns the Segments of a list of ids, int32, (T,) or (K, T) with a range of ids for each k."""
+    """Returns the Segments of int32 ids, (T,) or (K, T); in (K, T) each k has its own range of ids."""
     by_id, perm = ids.flatten().sort(stable=True)
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
     if sign_ids is not None:
         sign_ids = sign_ids.flatten().index_select(0, perm)  # four times as fast as indexing
-    if ids.ndim > 1:  # a division takes as long as half a sort
+    if ids.ndim > 1:  # one list needs no remainder, which takes as long as half a sort
         perm %= ids.shape[-1]
     return Segments(distinct, perm.int(), offsets.int(), sign_ids)
 
 
 def ids_by_position(segments: Segments, shape: Sequence[int]) -> Tensor:
-    """Returns the list, int32, (T,) or (K, T), whose segments these are: make_segments' inverse."""
+    """Returns the list, int32, (T,) or (K, T), that these segments describe: the inverse of make_segments."""
     counts = np.diff(segments.offsets.numpy())
     by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
     return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
@@ -5116,11 +5143,11 @@ def ids_by_position(segments: Segments, shape: Sequence[int]) -> Tensor:
 
 
 def route_embedding(comm: Collectives, spec: ParamSpec, num_rows: int, row_ids: np.ndarray) -> RowRoutes:
-    """Routes the rows that this rank has touched, by their ids (n,), of an embedding of num_rows rows. A
-    rank's block is consecutive rows.
+    """Routes the rows, given by their ids (n,), that this rank has touched in an embedding of num_rows rows.
+    A rank's block consists of consecutive rows.
 
-    With exchange=reduce_scatter all of the gradient is sent, so no rank need know what others have touched.
-    The routes then only say which rows this rank has touched, and are made as if there were one rank.
+    With exchange=reduce_scatter the whole gradient is sent, so no rank needs to know what others have
+    touched. The routes then only say which rows this rank has touched, and are made as for one rank.
     """
     if spec.exchange == "reduce_scatter":
         comm = Collectives(0, 1)
@@ -5133,8 +5160,8 @@ def route_rows(
 ) -> RowRoutes:
     """Tells each row's owner that this rank has touched the row. Waits for the other ranks.
 
-    row_ids (n,): distinct rows of the table `name`, by owner in ascending order. owners (n,): the ranks that
-    have them. local_row_ids (n,): their places in their owners' blocks.
+    row_ids (n,): distinct rows of the table `name`, in ascending order of their owners. owners (n,): the
+    ranks that own them. local_row_ids (n,): their places in their owners' blocks.
     """
     input_splits = np.bincount(owners, minlength=comm.world_size).tolist()
     output_splits = input_splits
@@ -5151,11 +5178,12 @@ def route_rows(
 def reduce_row_grads(
     comm: Collectives, backend: Backend, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor
 ) -> Pending:
-    """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
-    Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
-    are 0 before.
+    """Sends the gradients of touched rows, (sum(routes.input_splits), ...), unchanged to their owners. Each
+    owner gets the means of its rows over ranks, in the rows routes.segments.ids of `out`, which must be 0
+    before the call.
 
-    Rows arrive in rank order, and so are summed, in at least fp32. The sum, in out's dtype, is divided.
+    Rows arrive in rank order, and are summed in this order, in at least fp32. The sum is rounded to out's
+    dtype, then divided.
     """
 
     def mean(arrived: Tensor) -> Tensor:
@@ -5169,32 +5197,33 @@ def reduce_row_grads(
 # ============================================================================================================
 # 20  N-grams. A table of hashed n-grams, of any size: no step takes time or memory in proportion to its rows.
 #
-# It is updated after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes. So the
-# rows that these steps read are fetched once, before the first of them, and their gradients return once,
-# after the last:
+# The table is updated after every step, or after every 2 or 4 steps (Ngrams.update_every). No row changes
+# between updates. So the rows that the steps of an interval read are fetched once, before its first step, and
+# their gradients return once, after its last step:
 #
 # 1. While earlier steps train, the thread that builds batches hashes n-grams to rows (hash_ngrams), finds the
-#    distinct ones (make_segments), and tells their owners (route_interval).
-# 2. start_fetch: owners send these rows, which come to slots of `cache`.
+#    distinct rows (make_segments), and tells their owners (route_interval).
+# 2. start_fetch: owners send these rows, which are stored at slots of `cache`.
 # 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_row_grads adds
 #    their gradients to main_grad, at the same slots.
-# 4. scatter, after the last of the steps: gradients go to the owners, which take their means in rank order.
-# 5. update: owners change their rows by row_adam. Then 2 follows, for the next steps.
+# 4. scatter, after the last step: gradients go to the owners, which take their means in rank order.
+# 5. update: owners change their rows by row_adam. Then 2 is repeated for the next interval.
 #
-# Recommenders shard rows, and know ids ahead, so that no row is stale (TorchRec, arXiv:2207.07684; BagPipe,
-# arXiv:2202.12429). Language models have had n-gram tables of this size in modded-nanogpt PRs 360 and 366 and
-# nanochat PR 854.
+# Recommender systems shard rows, and know ids ahead, so that no row is stale (TorchRec, arXiv:2207.07684;
+# BagPipe, arXiv:2202.12429). Language models have had n-gram tables of this size in modded-nanogpt PRs 360
+# and 366 and nanochat PR 854.
 # ============================================================================================================
 
 # ---- Contexts ----------------------------------------------------------------------------------------------
 
-# Contexts that are no n-grams, as in compressors of the PAQ family (Mahoney 2005, mattmahoney.net/dc).
-# Each function takes tokens (T,) uint32, and returns for each a number, uint32: the same for equal contexts.
+# These contexts are not n-grams, but like those in compressors of the PAQ family (Mahoney 2005,
+# mattmahoney.net/dc). Each function takes tokens (T,) uint32, and returns a uint32 number for each token.
+# Equal contexts have equal numbers.
 
-HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
+HASH_MULTIPLIER = 0x9E3779B1  # Knuth's odd multiplier, a prime near 2^32 over the golden ratio
 WORD_BYTES = np.zeros(2**16, bool)
 WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
-WORD_BYTES[128:256] = True  # all of UTF-8's other characters
+WORD_BYTES[128:256] = True  # bytes of all other characters in UTF-8
 NEWLINE = 10
 COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
 
@@ -5202,7 +5231,7 @@ COPY_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
 class SpanHash:
     """Hashes spans of tokens (T,) uint32. The hash of tokens a to b is the sum of tokens[i] M^(i - a + 1).
 
-    Hashes are modulo 2^32, as uint32 wraps; M is HASH_MULTIPLIER. Each is computed from two running sums,
+    M is HASH_MULTIPLIER. Hashes are modulo 2^32, as uint32 wraps. Each is computed from two running sums,
     whatever the span's length.
     """
 
@@ -5214,22 +5243,22 @@ class SpanHash:
         self.inverses = np.cumprod(inverses, dtype=np.uint32)  # M^-i
 
     def __call__(self, first: np.ndarray) -> np.ndarray:
-        """Returns the hashes (T,) uint32 of the spans from first[t] to t; t + 1 gives an empty span."""
+        """Returns the hashes (T,) uint32 of the spans from first[t] to t, empty if first[t] is t + 1."""
         return (self.sums[1:] - self.sums[first]) * self.inverses[first]
 
 
 def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers the word up to each token. All tokens outside words have one number."""
+    """Returns a hash of the word up to each token. All tokens outside words have the same hash."""
     first = np.where(WORD_BYTES[tokens], 0, np.arange(1, len(tokens) + 1))
     return SpanHash(tokens)(np.maximum.accumulate(first))
 
 
 def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: this token, and the token above the next one (same column, line before)."""
+    """Returns a hash of a pair: this token, and the token one line above the next one, in the same column."""
     at = np.arange(len(tokens))
     ends_line = (tokens == NEWLINE) | (tokens == bos_id)
-    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # of the next token's line
-    start_before = line_start[np.maximum(line_start - 2, 0)]  # of the line before that
+    line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # start of the next token's line
+    start_before = line_start[np.maximum(line_start - 2, 0)]  # start of the line before that
     above = start_before + (at + 1 - line_start)
     exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
     above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
@@ -5237,7 +5266,7 @@ def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
 
 
 def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Numbers pairs: the token to copy, and a length. 0: there is none.
+    """Returns a hash of a pair: the token to copy, and a length. 0: there is no such token.
 
     `length` is the longest of COPY_LENGTHS for which the last `length` tokens occurred earlier in this
     document. The token to copy followed their latest earlier occurrence (PR 378 has it as an input, too).
@@ -5268,17 +5297,17 @@ assert CONTEXTS.keys() == set(typing.get_args(Context))
 def hash_ngrams(
     tokens: np.ndarray, ngrams: Ngrams, sign_rows: int, bos_id: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for T tokens.
+    """Returns the row ids of the n-grams that end at each token, (K, T) int32 for T tokens.
 
-    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each of the K
-    orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole n-gram:
-    they share the range's last row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3
-    (Appleby 2011), in uint32, which wraps. N-grams cross document starts: masking them was slower and no
-    better.
+    Also returns the ids of their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each
+    of the K orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole
+    n-gram, so they share the range's last row. The hash is a polynomial of the tokens, followed by the
+    finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. N-grams cross document starts, because
+    masking them was slower and no better.
     """
     T = len(tokens)
     ids = tokens.astype(np.uint32)
-    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
+    polynomial = np.zeros(T, np.uint32)  # polynomial of the last n tokens
     hashes = np.empty((ngrams.rows_per_token, T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
         polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
@@ -5296,7 +5325,7 @@ def hash_ngrams(
     hashes ^= hashes >> 13
     hashes *= 0xC2B2AE35
     hashes ^= hashes >> 16
-    last_row = ngrams.rows_per_order - 1  # of a range: for positions that end no whole n-gram
+    last_row = ngrams.rows_per_order - 1  # a range's last row, for positions that end no whole n-gram
     hashes -= hashes // last_row * last_row  # hashes % last_row; NumPy's % is not vectorized
     for i, n in enumerate(ngrams.orders):
         hashes[i, : n - 1] = last_row
@@ -5308,36 +5337,36 @@ def hash_ngrams(
 
 
 def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
-    """Routes the rows of n-grams that batches from one update to the next read. Returns these batches: the
-    first has the routes, and all micro-batches have their slots.
+    """Routes the rows of n-grams that the batches from one update to the next read. Returns these batches:
+    the first has the routes, and all micro-batches have their slots.
     """
-    distinct_rows = []  # of each micro-batch
+    distinct_rows = []  # row ids, one tensor per micro-batch
     for batch in batches:
-        for micro_batch in batch.micro_batches:
-            distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
+        for unpacked in batch.micro_batches:
+            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
     merged = make_segments(torch.cat(distinct_rows))
     routes, slots = route_ngrams(comm, merged.ids.numpy())
-    # The slots of all of distinct_rows, in their order.
+    # One slot for each entry of the concatenated distinct_rows.
     slots = ids_by_position(merged._replace(ids=slots), (-1,))
     remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
     routed = []
     for batch in batches:
         with_slots = []
-        for micro_batch in batch.micro_batches:
-            with_slots.append(assign_slots(micro_batch, next(remaining)))
+        for unpacked in batch.micro_batches:
+            with_slots.append(assign_slots(unpacked, next(remaining)))
         routed.append(batch._replace(micro_batches=with_slots))
     routed[0].routes["ngrams"] = routes
     return routed
 
 
 def route_ngrams(comm: Collectives, row_ids: np.ndarray) -> tuple[RowRoutes, Tensor]:
-    """Routes distinct rows of n-grams, by their ids (n,). Row r belongs to rank r % world_size, whose block
-    has it at r // world_size.
+    """Routes distinct rows of n-grams, given by their ids (n,). Row r belongs to rank r % world_size, and is
+    row r // world_size of its block.
 
     Also returns the slot, (n,) int32, of each of row_ids: its place in the order of the routes.
     """
     owners = row_ids % comm.world_size
-    by_owner = np.argsort(owners.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    by_owner = np.argsort(owners.astype(np.uint16), kind="stable")  # NumPy sorts 16 bits by radix
     slots = np.empty(len(row_ids), np.int32)
     slots[by_owner] = np.arange(len(row_ids), dtype=np.int32)
     row_ids = row_ids[by_owner]
@@ -5346,7 +5375,7 @@ def route_ngrams(comm: Collectives, row_ids: np.ndarray) -> tuple[RowRoutes, Ten
 
 
 def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots: slots[i], int32, is that of its i-th distinct row."""
+    """Gives a micro-batch's n-grams their slots: slots[i], int32, is the slot of its i-th distinct row."""
     segments = micro_batch.segments["hashed_rows"]._replace(ids=slots)
     slots_by_position = ids_by_position(segments, micro_batch.hashed_rows.shape)
     all_segments = micro_batch.segments | {"hashed_rows": segments}
@@ -5357,7 +5386,7 @@ def assign_slots(micro_batch: MicroBatch, slots: Tensor) -> MicroBatch:
 
 
 def ngram_sizes(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
+    """Returns how many rows of n-grams a rank touches at most between updates, and has in its block."""
     ranges = cfg.ngrams.rows_per_token
     rows = cfg.ngrams.rows_per_order
     tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
@@ -5367,20 +5396,20 @@ def ngram_sizes(cfg: Config, world_size: int) -> tuple[int, int]:
 
 
 class NgramTable(Trainable):
-    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
+    """Holds this rank's block of the table of n-grams, and a cache of the rows that this rank reads.
 
-    There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up.
-    For rates by order edit only update() and row_adam(). A row's id, which is its
-    local row id * world_size + rank, tells its order.
+    There is one such table, called "ngrams" in the model, the optimizer, batches, saving and warm-up. To give
+    each order its own rate, edit update() and row_adam(): row_id // rows_per_order tells the order, and
+    row_id = local_row_id * world_size + rank.
 
-    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
-    says which rank has which row. Rows start at 0.
+    The table is not an nn.Parameter, so code that walks parameters does not copy, average or gather it.
+    route_ngrams() decides which rank has which row. All rows are 0 at first.
     """
 
     spec: Ngrams
     name = "ngrams"
     rows_by = "hashed_rows"
-    update_order = -1  # before all parameters: the next rows are fetched while those are updated
+    update_order = -1  # before all parameters, so that the next rows are fetched while parameters are updated
 
     def __init__(self, cfg: Config, comm: Collectives, backend: Backend | None = None):
         spec = self.spec = cfg.ngrams
@@ -5390,17 +5419,17 @@ class NgramTable(Trainable):
         # By slot: the rows that steps read until the next update, and their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(spec.dtype), device=self.device)
         self.cache, self.main_grad = zeros(slots, spec.width), zeros(slots, spec.width)
-        self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
+        self.routes: RowRoutes | None = None  # routes of the rows in the cache, on the device
         self.block = zeros(block, spec.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
-        # beta2^k, as a table: on CPUs the last bit of pow() depends on a number's place in its vector.
+        # A table of beta2^k, because on CPUs the last bit of pow() depends on a number's place in its vector.
         powers = spec.beta2 ** torch.arange(cfg.steps + 1).double()
         self.beta2_powers = powers.to(self.state["second_moment"])
 
     @traced("rows ngrams")
     def start_fetch(self, routes: RowRoutes) -> None:
-        """Starts to fetch the rows that the steps up to the next update read. They take the routes of their
-        gradients in reverse: owners send them to slots 0, 1, ... of the cache, which are ordered by owner.
+        """Starts to fetch the rows that the steps up to the next update read. The rows travel along their
+        gradients' routes in reverse: owners send them to slots 0, 1, ... of the cache, in owners' order.
         """
         self.routes = routes
         own = self.block.index_select(0, routes.local_row_ids)
@@ -5411,7 +5440,7 @@ class NgramTable(Trainable):
 
     @traced("rows ngrams")
     def scatter(self) -> Pending:
-        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
+        """Starts to return gradient rows. The result is the mean gradient of each row that a rank touched."""
         segments = self.routes.segments
         distinct = len(segments.ids)
         # A buffer for all rows of the block would be as large as the block, so means go to rows 0, 1, ...
@@ -5422,7 +5451,7 @@ class NgramTable(Trainable):
         return reduce_row_grads(self.comm, self.backend, self.name, rows, routes, out)
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
-        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
+        """Updates the rows that any rank has touched, with their mean gradients (n, width)."""
         row_ids = self.routes.segments.ids
         row_adam(self.block, row_ids, grad, self.state, self.beta2_powers, self.spec, plan)
 
@@ -5431,10 +5460,9 @@ class NgramTable(Trainable):
 
     @torch.no_grad()
     def fetch(self, row_ids: Tensor) -> Tensor:
-        """Returns rows of the table, (n, width), by their distinct ids (n,), outside training. Waits for the
-        device.
+        """Returns the table's rows (n, width) with these distinct ids (n,), outside training.
 
-        Every rank must call it as often as the others: it communicates.
+        Waits for the device. Every rank must call it equally often, because it communicates.
         """
         routes, slots = route_ngrams(self.comm, row_ids.cpu().numpy())
         own = self.block[routes.local_row_ids]
@@ -5453,7 +5481,7 @@ def make_ngram_table(cfg: Config, comm: Collectives, backend: Backend | None = N
     if not cfg.ngrams.orders:
         return None
     fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
-    # What a GPU's allocator raises is a RuntimeError, too.
+    # A GPU's allocator raises a RuntimeError, too.
     with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
         return NgramTable(cfg, comm, backend)
 
@@ -5465,8 +5493,8 @@ ROW_EPS = 1e-10
 
 
 def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
-    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
-    updates, and the time of the last. A unit of time is as many steps as the first update interval has.
+    """Returns the rows' second moments, the times of their last updates, and the table's clock: the number of
+    its updates, and the time of the last one. The unit of time is the first update interval.
     """
     return {
         "second_moment": table.new_zeros(len(table), dtype=dtype),
@@ -5484,21 +5512,21 @@ def row_adam(
     ngrams: Ngrams,
     plan: StepPlan,
 ) -> None:
-    """Updates rows of a table (N, w), by their distinct ids (n,) int32 and their gradients (n, w).
+    """Updates rows of a table (N, w), given their distinct ids (n,) int32 and their gradients (n, w).
 
         moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
         update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
         row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
 
-    with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval. A
-    count of updates would be wrong, because the first late update may come sooner after the last early one
-    than the late interval says.
+    with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval.
+    Counting updates instead would be wrong, because the first late update may follow the last early one
+    sooner than the late interval says.
 
-    A row has one second moment, of its mean square, as in the Adagrad (Duchi et al. 2011,
+    A row has one second moment, of its gradient's mean square, as in the Adagrad (Duchi et al. 2011,
     jmlr.org/papers/v12/duchi11a.html) of DLRM (arXiv:1906.00091) and FBGEMM. There is no first moment. Bias
-    correction counts the updates of the whole table, not of the row. So a row that is touched late for the
-    first time takes a step that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always
-    touched. That is meant (PR 360). Decay is cautious, as in adam().
+    correction counts the updates of the whole table, not of the row. So a row that is first touched late
+    takes a step that is 1 / sqrt(1 - update_beta2) times as long as that of a row that is always touched.
+    This is intended (PR 360). Decay is cautious, as in adam().
     """
     dtype = state["second_moment"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
@@ -5507,7 +5535,7 @@ def row_adam(
     state["clock"].copy_(torch.tensor([count, now]))
     update_beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
-    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
+    # With one row, or none, the code would be compiled again: sizes of 0 and 1 are constants to the compiler.
     update = row_adam_update if len(row_ids) > 1 else row_adam_update.__wrapped__  # type: ignore
     update(
         table,
@@ -5537,7 +5565,7 @@ def row_adam_update(
     step_size: Tensor,
     decay: Tensor,
 ) -> None:
-    """Computes row_adam's arithmetic, in at least fp32, the dtype of second_moment (N,).
+    """Computes row_adam's arithmetic in the dtype of second_moment (N,), which is at least fp32.
 
     beta2_powers[k] is beta2^k.
     """
@@ -5553,8 +5581,8 @@ def row_adam_update(
 
 
 # ============================================================================================================
-# 21  Data. Shards of tokens become micro-batches. In training each begins with a document, and long documents
-#     are truncated. They are the same for any number of ranks up to Config.microbatches.
+# 21  Data. Shards of tokens become micro-batches, the same for any number of ranks up to Config.microbatches.
+#     In training each micro-batch begins with a document, and long documents are truncated.
 # ============================================================================================================
 
 SHARD_MAGIC = 20240520
@@ -5563,12 +5591,12 @@ HEADER_BYTES = 1024
 
 
 class ShardHeader(NamedTuple):
-    """What a shard's header says."""
+    """Holds what a shard's header says."""
 
     tokens: int
-    vocab_size: int  # GPT-2's, where the file has 0
+    vocab_size: int  # GPT-2's if the file has 0
     bos_id: int
-    text_bytes: int  # of the text that the tokens encode; 0: unknown
+    text_bytes: int  # size of the text that the tokens encode; 0: unknown
 
 
 def read_header(path: Path) -> ShardHeader:
@@ -5589,7 +5617,7 @@ def read_header(path: Path) -> ShardHeader:
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
-    """Returns the shards of a split, train or val, sorted. Their names tell: NAME_train_000001.bin."""
+    """Returns the sorted shards of a split (train or val). Names tell the split: NAME_train_000001.bin."""
     name = re.compile(rf"(?!\._).+_{split}_\d+\.bin")  # macOS keeps ._NAME beside NAME
     paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
     require(
@@ -5601,14 +5629,14 @@ def find_shards(folder: str, split: str) -> list[Path]:
 
 
 class Dataset(NamedTuple):
-    """A run's shards, their headers checked against the config."""
+    """Holds a run's shards, whose headers match the config."""
 
     train: list[Path]
     val: list[Path]
-    val_slices: int  # the config's, or as many as the validation text has
-    bytes_per_token: float  # of the validation text; 0: unknown
+    val_slices: int  # the config's, or fewer if the validation text is short
+    bytes_per_token: float  # mean over the validation text; 0: unknown
     fingerprint: str
-    vocabulary: Sequence[bytes] = ()  # each token's, if a loss or texts need them
+    vocabulary: Sequence[bytes] = ()  # each token's bytes, if a loss or samples need them
 
 
 def open_dataset(cfg: Config) -> Dataset:
@@ -5625,7 +5653,7 @@ def open_dataset(cfg: Config) -> Dataset:
     train_tokens = sum(headers[path].tokens for path in train)
     val_tokens = sum(headers[path].tokens for path in val)
     batch_tokens = max(stage.batch_tokens for stage in cfg.stages)
-    val_slices = (val_tokens - 1) // cfg.val_slice_tokens  # 1: the last token is only a target
+    val_slices = (val_tokens - 1) // cfg.val_slice_tokens  # - 1: the last token is only a target
     require(
         val_slices >= 1 and train_tokens > batch_tokens,
         f"{cfg.data}: {val_tokens:,} tokens for validation and {train_tokens:,} for training; the run needs "
@@ -5647,7 +5675,7 @@ def open_dataset(cfg: Config) -> Dataset:
 
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
-    """Returns the bytes of each of `size` tokens, from a line of hexadecimal digits each; it may be empty."""
+    """Returns the bytes of each of `size` tokens. Each has a line of hexadecimal digits, possibly empty."""
     settings = "--set samples=0 --set stages.*.prefix="
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
     with user_error_on(f"cannot read {path}", fix, OSError, ValueError):
@@ -5657,7 +5685,7 @@ def read_vocabulary(path: Path, size: int) -> list[bytes]:
 
 
 def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
-    """Returns for each token the one that is its longest proper prefix, (rows,) int64; -1: there is none."""
+    """Returns the id of each token's longest proper prefix that is a token, (rows,) int64; -1: none."""
     ids = {token: i for i, token in enumerate(vocabulary) if token}
     table = [-1] * rows
     for token, i in ids.items():
@@ -5667,7 +5695,7 @@ def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
 
 
 def dataset_hash(paths: list[Path]) -> str:
-    """Hashes each file's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
+    """Hashes each file's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small file)."""
     digest = hashlib.sha256()
     block = 1 << 16
     for path in paths:
@@ -5682,9 +5710,9 @@ def dataset_hash(paths: list[Path]) -> str:
 
 class Shard(NamedTuple):
     tokens: np.ndarray  # uint16
-    bounds: np.ndarray  # int64: positions of BOS tokens, and the end
-    # By max_doc_len, kept from batch to batch: where documents, truncated to it, would end one after the
-    # other; int64, the first is 0. A shard of FineWeb has 150,000 documents.
+    bounds: np.ndarray  # int64: positions of BOS tokens, and of the end
+    # By max_doc_len: the ends of documents truncated to it, one after the other; int64, the first is 0. They
+    # are kept from batch to batch, because a shard of FineWeb has 150,000 documents.
     ends: dict[int, np.ndarray]
 
 
@@ -5701,7 +5729,8 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
 
 
 def cu_seqlens_capacity(tokens: int) -> int:
-    """Returns how many entries cu_seqlens usually has for so many tokens: so its shape seldom changes.
+    """Returns a length for cu_seqlens that is enough for most micro-batches of this size, so that its shape
+    seldom changes.
 
     The numbers are for the record's stages. No result depends on them.
     """
@@ -5725,7 +5754,7 @@ def make_micro_batch(
         size = padded(len(starts) + 1, 128)
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
-    # Rows of bigram_embed are hashed as those of a table of n-grams with one order.
+    # Rows of bigram_embed are hashed like those of a table of n-grams with one order.
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
     hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows, cfg.bos_id)
     return MicroBatch(
@@ -5742,13 +5771,13 @@ COLUMN_STRIDE = 20011  # a prime
 
 
 def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
-    """Returns `count` columns of the head (ascending, int32), all that are needed and others, and the next
-    call's offset.
+    """Returns `count` columns of the head (ascending, int32), all needed ones and others, and the offset for
+    the next call.
 
-    The others are the first columns that are not needed in an interval of a fixed permutation of all columns,
-    from `offset` on. The next call takes the interval after it. If an interval has too few, the others are
-    spread over all columns (record 92). `vocab`, the number of columns, must not be a multiple of the prime
-    COLUMN_STRIDE.
+    The others are the first columns that are not needed in an interval of a fixed permutation of all columns.
+    The interval begins at `offset`, and the next call's interval follows it. If an interval has too few, the
+    others are spread over all columns (record 92). `vocab`, the number of columns, must not be a multiple of
+    the prime COLUMN_STRIDE.
     """
     chosen = np.zeros(vocab, bool)
     chosen[needed] = True
@@ -5757,7 +5786,7 @@ def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: i
         distinct <= count, f"{distinct} distinct targets, {count} columns: raise stages.*.sampled_columns"
     )
     if missing := count - distinct:
-        size = min(vocab, missing * 17 // 10 + 256)
+        size = min(vocab, missing * 17 // 10 + 256)  # more than missing: some are chosen already
         others = np.arange(offset, offset + size) * COLUMN_STRIDE % vocab
         others, offset = others[~chosen[others]], (offset + size) % vocab
         if len(others) < missing:
@@ -5767,17 +5796,16 @@ def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: i
     return int32(np.flatnonzero(chosen)), offset
 
 
-FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
+FIRST_READ = 1 << 23  # tokens of a run's first shard that the first batches wait for
 
 
 class TrainLoader:
-    """Cuts training shards into micro-batches, of which rank r has those of numbers r, r + world_size, ...
+    """Cuts training shards into micro-batches. Rank r builds those with the numbers r, r + world_size, ...
 
-    A micro-batch takes documents in order, each truncated to max_doc_len tokens, until it holds T + 1 tokens;
-    what is left of a truncated document, and of the last one, is dropped. A batch that does not fit before
-    the end of a shard starts over in the next one, which a thread reads meanwhile; the first follows the
-    last, as another epoch. `position` continues where an earlier loader's position() was taken, on the same
-    rank.
+    A micro-batch takes documents in order, each truncated to max_doc_len tokens, until it holds T + 1 tokens.
+    The rest of a truncated document, and of the last one, is dropped. A batch that does not fit before the
+    end of a shard starts over in the next one, which a thread reads meanwhile. After the last shard comes the
+    first, as another epoch. `position`, from position(), resumes where an earlier loader on this rank stood.
     """
 
     def __init__(
@@ -5792,22 +5820,22 @@ class TrainLoader:
         self.paths = paths
         self.num_microbatches = num_microbatches(cfg, world_size)
         self.own = range(rank, self.num_microbatches, world_size)
-        # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
-        # it page-locked memory, every rank would make a context there.
+        # One thread reads the next shard. Another builds the next batches, in order. A new thread uses GPU 0:
+        # if it page-locked memory, every rank would make a context there.
         on_gpu = torch.cuda.is_initialized()
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.shard_number, self.document, *self.offsets = position
-        # For choose_sampled_columns(): the offset of each of this rank's micro-batches.
+        # The offset of each of this rank's micro-batches for choose_sampled_columns().
         self.offsets = self.offsets or [cfg.padded_vocab * m // self.num_microbatches for m in self.own]
         self.next_shard = self._read(self.shard_number)
-        # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
-        # needs later ones, or more of the last of these documents, is taken from the whole shard.
+        # The clock is running, so the first batches wait only for the shard's first tokens. A batch that
+        # needs later tokens, or more of the last document read, is taken from the whole shard.
         self.shard = read_shard(self._path(self.shard_number), cfg, FIRST_READ)
         self.is_partial = True
 
     def position(self) -> tuple[int, ...]:
-        """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
+        """Returns where the next batch begins: the shard's number, counting on in later epochs; the document;
         and the offsets of this rank's sampled columns.
         """
         return self.shard_number, self.document, *self.offsets
@@ -5819,7 +5847,7 @@ class TrainLoader:
         return self.reader.submit(read_shard, self._path(i), self.cfg)
 
     def _open(self) -> None:
-        """Opens the shard that is being read: all of the present one, or the next."""
+        """Opens the shard that is being read: the whole present shard, or the next one."""
         self.shard = self.next_shard.result()
         self.next_shard = self._read(self.shard_number + 1)
 
@@ -5828,10 +5856,8 @@ class TrainLoader:
         self.reader.shutdown(cancel_futures=True)
 
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
-        """Returns the first document of each micro-batch of the next batch, and the one after its last, where
-        the batch after that begins.
-        """
-        # At most: the part of the first shard that is read, all of that shard, then every shard once.
+        """Returns the first document of each micro-batch of the next batch, and of the batch after it."""
+        # Tries at most the first tokens of the first shard, the whole of that shard, then every shard once.
         for _ in range(len(self.paths) + 2):
             if max_doc_len not in self.shard.ends:
                 lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
@@ -5839,7 +5865,7 @@ class TrainLoader:
             ends = self.shard.ends[max_doc_len]
             firsts = [self.document]
             while len(firsts) <= self.num_microbatches and firsts[-1] < len(ends):
-                # One token more than the inputs: the last one's target.
+                # One token more than the inputs: the target of the last input.
                 end = ends[firsts[-1]] + batch_tokens // self.num_microbatches + 1
                 firsts.append(int(np.searchsorted(ends, end)))
             if firsts[-1] < len(ends):
@@ -5880,24 +5906,23 @@ class TrainLoader:
 
 
 class Prefetcher:
-    """Builds the planned steps' batches on a thread, some ahead of the one in use.
+    """Builds the planned steps' batches on a thread, some batches ahead of the one in use.
 
-    Ranks tell each other over `comm`, whose process group nothing else uses, which rows they touch. Before
-    the first of the planned steps no table may have gradients that await an update: their rows are not known
-    here.
+    Ranks tell each other which rows they touch, over `comm`, whose process group nothing else uses. When the
+    first planned step begins, no table may have gradients that await an update: their rows are unknown here.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], comm: Collectives):
         self.loader, self.comm, self.cfg = loader, comm, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
         self.tables = [spec for spec in used_specs(self.cfg) if spec.kind == "embedding"]
-        # By table: whether a row has been read since the table's last update.
+        # By table: whether each row has been read since the table's last update.
         self.touched = {spec.name: np.zeros(self.shapes[spec.name][0], bool) for spec in self.tables}
-        # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
-        # failed batch's exchange on other ranks.
+        # A generator ends at its first error. So no later batch can begin an exchange here, which would be
+        # matched with the failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
-        # As many as an interval between updates of n-grams has steps, since these are built together, and at
-        # least two: so next() seldom waits.
+        # Batches between two updates of n-grams are built together. So that next() seldom waits, the queue
+        # holds those of the longest interval, and at least two.
         self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.update_every))]
 
     def _submit(self) -> Future:
@@ -5916,8 +5941,8 @@ class Prefetcher:
         return self.queue[0].result()
 
     def _batches(self, plans: Iterable[StepPlan]) -> Iterator[Batch]:
-        """Yields the batches. Those from one update of n-grams to the next are built together, since their
-        rows of n-grams are fetched together.
+        """Yields batches. Those from one update of n-grams to the next are built together, because their rows
+        of n-grams are fetched together.
         """
         ngrams = self.cfg.ngrams
         interval_batches = []
@@ -5931,7 +5956,7 @@ class Prefetcher:
 
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
-        """Builds a batch with the routes of the tables that it updates, but n-grams'. Packs nothing."""
+        """Builds an unpacked batch, with the routes of all tables that it updates except the n-grams."""
         loaded = self.loader.micro_batches(plan)
         shares = [weight / len(loaded) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
@@ -5954,15 +5979,15 @@ class Prefetcher:
 
     @traced("index")
     def _finish(self, interval_batches: list[Batch]) -> list[Batch]:
-        """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
+        """Packs batches. Their rows of n-grams are fetched together, by routes that the first batch has."""
         if self.cfg.ngrams.orders:
             interval_batches = route_interval(self.comm, interval_batches)
         finished = []
         for batch in interval_batches:
             packed = []
-            for micro_batch in batch.micro_batches:
-                segments = pack(micro_batch.segments)
-                packed.append(pack(micro_batch._replace(segments={}))._replace(segments=segments))
+            for unpacked in batch.micro_batches:
+                segments = pack(unpacked.segments)
+                packed.append(pack(unpacked._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
 
@@ -5980,7 +6005,7 @@ class ValLoader:
         tokens = self.tokens[i * T : (i + 1) * T + 1]
         starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
         max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-        # Each start is the end of the document before. If the slice begins with BOS, the first one is empty.
+        # Each start is the end of the document before. If BOS comes first, the first document is empty.
         return pack(make_micro_batch(tokens, starts, max_doc_len, self.cfg))
 
 
@@ -5990,14 +6015,14 @@ class ValLoader:
 
 
 class SettingType(NamedTuple):
-    """Which values a setting takes, as the annotation of its dataclass field says."""
+    """Holds which values a setting can take, according to the annotation of its dataclass field."""
 
     type: type  # bool, int, float or str
     low: float = 0
     high: float = sys.float_info.max
-    choices: tuple = ()  # the only values, if there are any
-    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
-    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
+    choices: tuple = ()  # if not empty, the only allowed values
+    size: int | None = None  # length of a tuple, 0 for any length; None: not a tuple
+    rescaled: str = ""  # how Config.length rescales the value: as "steps" or as a "rate"; "": not at all
 
     def parse(self, text: str, name: str):
         """Returns the value that --set name=text gives."""
@@ -6013,20 +6038,20 @@ class SettingType(NamedTuple):
             value = choices[text.lower()] if choices else self.type(text)
         except (KeyError, ValueError):
             number = "a whole number" if self.type is int else "a number"
-            kinds = " or ".join(filter(None, choices)) or number
-            raise UserError(f"--set {name}={text}: give {kinds}") from None
+            wanted = " or ".join(filter(None, choices)) or number
+            raise UserError(f"--set {name}={text}: give {wanted}") from None
         end = "on" if self.high == sys.float_info.max else f"to {self.high:g}"
         require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} {end}")
         return value
 
     def allows(self, value) -> bool:
-        """True if the setting, or a part of a tuple, can have this value."""
+        """Returns whether the setting, or one item of a tuple, can have this value."""
         if self.choices:
             return value in self.choices
         if self.type is str:
             return isinstance(value, str)
         is_number = isinstance(value, int) or self.type is float and isinstance(value, float)
-        return is_number and self.low <= value <= self.high  # NaN is never between
+        return is_number and self.low <= value <= self.high  # false for NaN
 
 
 @cache
@@ -6044,68 +6069,69 @@ def setting_type(hint) -> SettingType:
     return SettingType(hint, choices=(True, False) if hint is bool else ())
 
 
-@cache  # get_type_hints evaluates every annotation anew
+@cache  # get_type_hints evaluates all annotations at every call
 def setting_hints(group_class) -> dict[str, typing.Any]:
     """Returns the annotations of a dataclass's fields, in order."""
     return typing.get_type_hints(group_class, globals(), include_extras=True)
 
 
-def row_type(hint):
-    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
+def group_type(hint):
+    """Returns the dataclass of a group of settings, or of a list of groups such as LAYERS; None for a single
+    setting.
+    """
     if typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
     return hint if dataclasses.is_dataclass(hint) else None
 
 
-def rows_of(value, name: str) -> dict[str, typing.Any]:
-    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
-    name. A group of settings is one row, of the group's name.
+def groups_by_name(value, name: str) -> dict[str, typing.Any]:
+    """Returns groups of settings by their names in --set. Those of a list are name.0, name.1, or name.embed
+    for a group that has a name. A single group has the name `name`.
     """
     if not isinstance(value, tuple):
         return {name: value}
-    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
+    return {f"{name}.{getattr(group, 'name', i)}": group for i, group in enumerate(value)}
 
 
 def flatten_settings(group, path: str = "") -> dict[str, tuple[typing.Any, SettingType]]:
-    """Returns the value and the SettingType of every setting of a config, or of a part of it, by its name in
-    --set: "stages.0.steps".
+    """Returns the value and the SettingType of every setting in a config, or in a part of one, by its name in
+    --set, such as "stages.0.steps".
     """
     settings = {}
     for name, hint in setting_hints(group.__class__).items():
         value = getattr(group, name)
-        if row_type(hint) is None:
+        if group_type(hint) is None:
             settings[path + name] = value, setting_type(hint)
             continue
-        for row_name, row in rows_of(value, path + name).items():
-            settings |= flatten_settings(row, f"{row_name}.")
+        for part_name, part in groups_by_name(value, path + name).items():
+            settings |= flatten_settings(part, f"{part_name}.")
     return settings
 
 
 def replace_settings(group, values: dict[str, typing.Any], path: str = ""):
-    """Returns a copy of a config, or of a part of it, with `values` by the names of flatten_settings()."""
+    """Returns a copy of a config, or of a part of one, with `values` by the names of flatten_settings()."""
     fields = {}
     for name, hint in setting_hints(group.__class__).items():
         value = getattr(group, name)
-        if row_type(hint) is None:
+        if group_type(hint) is None:
             fields[name] = values.get(path + name, value)
             continue
-        rows = [
-            replace_settings(row, values, f"{row_name}.")
-            for row_name, row in rows_of(value, path + name).items()
+        parts = [
+            replace_settings(part, values, f"{part_name}.")
+            for part_name, part in groups_by_name(value, path + name).items()
         ]
-        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
+        fields[name] = tuple(parts) if isinstance(value, tuple) else parts[0]
     return type(group)(**fields)
 
 
-# Names, also of preset and track, and a parameter's kind and rows_by are the script's: --set cannot change
-# them.
+# --set cannot change these: they name presets, tracks and parameters, or need code that matches.
 FIXED_SETTINGS = ("preset", "track", "name", "kind", "rows_by")
 
 
 def override(cfg: Config, setting: str) -> Config:
     """Returns `cfg` with one "name=value" applied.
 
-    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
+    Dots reach into lists, by an entry's number, its name, or * for every entry: stages.0.steps=10,
     stages.*.windows.long=9, params.embed.lr_mul=2.
     """
     pattern, eq, text = setting.partition("=")
@@ -6129,15 +6155,15 @@ def override(cfg: Config, setting: str) -> Config:
 
 
 def with_settings(cfg: Config, settings: Iterable[str]) -> Config:
-    """Returns `cfg` with "name=value" settings applied, in order."""
+    """Returns `cfg` with "name=value" settings applied in order."""
     for setting in settings:
         cfg = override(cfg, setting)
     return cfg
 
 
 def rescale(cfg: Config, factor: float) -> Config:
-    """Returns `cfg` with `factor` times as many Steps, and TickRates by which averages forget over as many
-    times more ticks.
+    """Returns `cfg` with every Steps field times `factor`, and every TickRate changed so that an average
+    forgets over `factor` times the number of ticks.
     """
 
     def scaled(steps: int) -> int:
@@ -6165,7 +6191,7 @@ PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in 
 
 
 def positive_int(text: str) -> int:
-    """Parses an option's number from 1 on. Raises ValueError, which argparse reports in one line."""
+    """Parses a positive integer. Raises ValueError, which argparse reports in one line."""
     number = int(text)
     if number < 1:
         raise ValueError
@@ -6178,7 +6204,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         usage="./run.sh [SCRIPT.py] [options], or torchrun SCRIPT.py [options]; -h lists them",
         description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
         "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
-        epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
+        epilog="--set takes the fields of Config; dots reach into its lists: stages.0.lr_mul, "
         "stages.*.windows.long, params.embed.wd_mul. A run with --checkpoint-every, --resume or --profile "
         "belongs to the track `other`.",
         allow_abbrev=False,
@@ -6224,7 +6250,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_settings(args: argparse.Namespace) -> Config:
-    """Returns the preset with the changes of the command line. Raises UserError for wrong options."""
+    """Returns the preset with the command line's changes. Raises UserError for invalid options."""
     cfg = with_settings(PRESETS[args.preset], args.set)
     require("" not in (args.data, cfg.data), "--data: give a folder")
     is_set = any(setting.startswith("data=") for setting in args.set)
@@ -6237,7 +6263,7 @@ def read_settings(args: argparse.Namespace) -> Config:
         not every or padded(every, UPDATE_PERIOD) < cfg.steps,
         f"--checkpoint-every {every}: the run has {cfg.steps} steps; give a smaller number",
     )
-    return replace(cfg, data=os.path.relpath(args.data or cfg.data))  # the log holds no absolute path
+    return replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so that the log holds no absolute path
 
 
 # ============================================================================================================
@@ -6246,7 +6272,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 
 def check_config(cfg: Config, world_size: int) -> None:
-    """Raises UserError for settings that would silently train something else, or fail unclearly."""
+    """Raises UserError if settings would silently train something else, or fail with an unclear error."""
     check_processes(cfg, world_size)
     check_sizes(cfg)
     check_layers(cfg)
@@ -6257,7 +6283,7 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 
 def check_processes(cfg: Config, world_size: int) -> None:
-    """Checks that processes can share the micro-batches, their tokens, and the parameters."""
+    """Checks that processes can share micro-batches and parameters, and micro-batches can share tokens."""
     count = num_microbatches(cfg, world_size)
     cannot_share = f"{world_size} processes cannot share"
     require(count % world_size == 0, f"{cannot_share} {count} micro-batches; change one of these numbers")
@@ -6301,7 +6327,7 @@ def check_sizes(cfg: Config) -> None:
 
 
 def check_layers(cfg: Config) -> None:
-    """Checks that layers have what their parts need, and that the skip goes to a later layer."""
+    """Checks that each layer has what its parts need, and that the skip goes to a later layer."""
     for i, layer in enumerate(cfg.layers):
         is_plain = layer.attention == "plain"
         of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
@@ -6332,7 +6358,7 @@ def check_stages(cfg: Config) -> None:
 
 
 def check_updates(cfg: Config) -> None:
-    """Checks how gradients are summed, how often parameters are updated, and which have averages."""
+    """Checks how gradients are summed, how often parameters are updated, and which ones have averages."""
     has_fixed_grads = cfg.main_grad or not cfg.cuda_graphs
     require(
         has_fixed_grads,
@@ -6377,7 +6403,7 @@ def check_updates(cfg: Config) -> None:
 
 
 def check_fp8(cfg: Config, count: int) -> None:
-    """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
+    """Checks the sizes of FP8 matrix products for batches of `count` micro-batches."""
     widest = int((E4M3_MAX * FP8_MLP_H_SCALE) ** 2)
     require(
         not cfg.fp8_mlp or cfg.dim <= widest,
@@ -6398,7 +6424,7 @@ def check_fp8(cfg: Config, count: int) -> None:
 
 
 def differences(a: dict, b: dict) -> str:
-    """Names the keys whose values differ; "" if there are none."""
+    """Returns the names of the keys whose values differ; "" if there are none."""
     return ", ".join(key for key in a | b if a.get(key) != b.get(key))
 
 
@@ -6410,9 +6436,9 @@ def config_json(cfg: Config, **more) -> str:
 
 
 class RunLog:
-    """Writes the run's log file and its screen output. On ranks without a path it writes nothing.
+    """Writes the run's log file and its screen output. On a rank without a path it writes nothing.
 
-    The file is line-buffered, so it holds every finished step whatever ends the process.
+    The file is line-buffered, so it holds every finished step, however the process ends.
     """
 
     def __init__(self, path: Path | None = None):
@@ -6420,7 +6446,7 @@ class RunLog:
         self.file = None
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Mode "x": no run may overwrite the log of another.
+            # Mode "x": a run must not overwrite another run's log.
             self.file = open(path, "x", buffering=1, encoding="utf-8", errors="backslashreplace")
 
     def print0(self, text: str, console: bool = True, file: bool = True) -> None:
@@ -6440,10 +6466,10 @@ def source_hash(source: bytes = SOURCE) -> str:
 
 
 def describe_commit(script: Path, source: bytes) -> str:
-    """Returns the repository's commit and, in brackets, "clean" if that commit has the script as `source`,
-    else "modified"; or "unknown".
+    """Returns the repository's commit, with "(clean)" if the script in that commit is `source`, else with
+    "(modified)". If git cannot name a commit, returns "unknown".
     """
-    # With GIT_DIR git would look into another repository.
+    # With GIT_DIR, git would look into another repository.
     git_command = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git"]
 
     def git(*arguments: str) -> str:
@@ -6453,9 +6479,10 @@ def describe_commit(script: Path, source: bytes) -> str:
 
     try:
         commit = git("rev-parse", "HEAD")
-        # "MODE blob HASH NAME", or nothing. A name that began with a colon would be a pattern.
+        # Prints "MODE blob HASH NAME" or nothing. Without ./ a name that begins with a colon would be a
+        # pattern.
         committed = git("ls-tree", "HEAD", f"./{script.name}")
-    except subprocess.CalledProcessError:  # git is not installed; there is no commit
+    except subprocess.CalledProcessError:  # git is not installed, or there is no commit
         return "unknown"
     algorithm = "sha1" if len(commit) == 40 else "sha256"
     if hashlib.new(algorithm, b"blob %d\0" % len(source) + source).hexdigest() in committed:
@@ -6464,7 +6491,7 @@ def describe_commit(script: Path, source: bytes) -> str:
 
 
 def describe_cpu() -> str:
-    """Returns the CPU's model, or its architecture where the system does not tell the model."""
+    """Returns the CPU's model, or its architecture where the system does not report the model."""
     with contextlib.suppress(OSError):  # only Linux has this file
         model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         if model:
@@ -6475,14 +6502,14 @@ def describe_cpu() -> str:
 def describe_environment(
     device: torch.device, world_size: int, file: str = __file__, source: bytes = SOURCE
 ) -> list[str]:
-    """Returns log lines on software, hardware, script and commit. They hold no absolute path."""
+    """Returns log lines about software, hardware, script and commit. They hold no absolute path."""
     script = Path(file).resolve()
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
         cores = os.cpu_count()
         if hasattr(os, "sched_getaffinity"):  # not on macOS
-            cores = len(os.sched_getaffinity(0))  # those that this process may use
+            cores = len(os.sched_getaffinity(0))  # the cores that this process may use
         hardware = f"{describe_cpu()} ({cores} cores, {torch.get_num_threads()} threads a process)"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
@@ -6494,8 +6521,8 @@ def describe_environment(
 
 
 def track_of(cfg: Config, world_size: int, args: argparse.Namespace) -> str:
-    """Returns the preset's track if data, validation, target and micro-batches equal the preset's, and no
-    option makes the run another; else other.
+    """Returns the preset's track if data, validation, target and number of micro-batches are the preset's and
+    no option rules out a record; otherwise "other".
     """
     preset = PRESETS[cfg.preset]
     names = ("data", "val_slice_tokens", "val_slices", "target")
@@ -6506,8 +6533,8 @@ def track_of(cfg: Config, world_size: int, args: argparse.Namespace) -> str:
 
 
 def name_run(args: argparse.Namespace, track: str, comm: Collectives, resumed: dict) -> tuple[Path, Path]:
-    """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
-    # run.sh sets the date, so that all its runs share a folder even if midnight passes.
+    """Returns the path of the run's files, without a suffix, and the log's path. Rank 0 names the run."""
+    # run.sh sets RUN_DATE, so that all its runs share a folder even if midnight passes.
     made = uuid.uuid4().hex[:12], os.environ.get("RUN_DATE", str(date.today()))
     run_id, today = comm.from_rank_0(made)
     if resumed:
@@ -6523,7 +6550,7 @@ def name_run(args: argparse.Namespace, track: str, comm: Collectives, resumed: d
 
 
 def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset, comm: Collectives) -> None:
-    """Writes the script, the environment, the config and the data's fingerprint."""
+    """Logs the script, the environment, the config and the data's fingerprint."""
     config = config_json(cfg, name=args.name, seed=args.seed)
     log.print0(f"{SOURCE.decode(errors='replace')}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(comm.device, comm.world_size)))
@@ -6535,20 +6562,20 @@ def begin_log(log: RunLog, args: argparse.Namespace, cfg: Config, data: Dataset,
 
 
 def output_file(name: str) -> Path:
-    """Returns the file that writing `name` creates or replaces; of a symbolic link, the one it points to.
+    """Returns the file that writing `name` creates or replaces; for a symbolic link, its target.
 
-    Raises UserError if something else is there, such as a device, a folder, or a file of text.
+    Raises UserError if something that must stay is there, such as a device, a folder or a text file.
     """
     target = Path(os.path.realpath(name))
     is_ours = not target.exists()
     if target.is_file():
         with open(target, "rb") as file:
-            begin = file.read(999)  # other programs save zip files, too
+            begin = file.read(999)  # enough to tell a model from other zip files
             file.seek(max(0, target.stat().st_size - 20))
             end = file.read()
         is_ours = not begin or begin[:2] == b"PK" and b'{"preset": ' in begin
         if re.fullmatch(r"\.ngrams\d+", target.suffix):
-            is_ours |= re.fullmatch(rb"[0-9a-f]{20}", end) is not None  # the run's id, and a CRC-32
+            is_ours |= re.fullmatch(rb"[0-9a-f]{20}", end) is not None  # the run's id and a CRC-32
     require(
         is_ours and os.access(target.parent, os.W_OK),
         f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
@@ -6557,11 +6584,11 @@ def output_file(name: str) -> Path:
 
 
 def save_model(path: str, model: GPT, run_id: str, comm: Collectives) -> None:
-    """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
+    """Saves full weights, without a world size's padding, and the config as JSON. Rank 0 writes `path`.
 
-    Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
-    run's id and its rows' CRC-32. All ranks must call it. Files are renamed when all are whole: older ones
-    stay until then.
+    Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ... Each of these files ends
+    with the run's id and its rows' CRC-32. All ranks must call it. Files are renamed when all are complete,
+    so older files stay until then.
     """
     written: list[Path] = []
     partial_suffix = f".{run_id}.partial"
@@ -6580,8 +6607,8 @@ def save_model(path: str, model: GPT, run_id: str, comm: Collectives) -> None:
         if model.ngrams:
             rows_path = output_file(f"{path}.ngrams{comm.rank}")
             with open(f"{rows_path}{partial_suffix}", "wb") as file:
-                crc = comm.rank  # so that the ranks' files cannot be exchanged
-                for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
+                crc = comm.rank  # so that exchanged files are noticed
+                for rows in model.ngrams.block.split(1 << 14):  # avoids a copy of the whole block
                     data = rows.cpu().view(torch.uint8).numpy()
                     crc = zlib.crc32(data, crc)
                     file.write(data)
@@ -6592,8 +6619,8 @@ def save_model(path: str, model: GPT, run_id: str, comm: Collectives) -> None:
         os.replace(f"{whole}{partial_suffix}", whole)
 
 
-# What a pickle of tensors, numbers and texts names. Other functions that weights_only allows, such as
-# bytearray, take as much memory as they are told.
+# The names in a pickle of tensors, numbers and strings. weights_only also allows functions, such as
+# bytearray, that take as much memory as a file demands.
 PICKLED = re.compile(
     r"torch \w+|torch\.storage UntypedStorage|torch\._utils _rebuild_(tensor_v[23]|parameter)"
     r"|collections OrderedDict"
@@ -6601,10 +6628,10 @@ PICKLED = re.compile(
 
 
 def read_saved(path: str | Path, fix: str) -> dict:
-    """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if it is damaged, or could
-    take more memory than its size.
+    """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if the file is damaged, or
+    could take more memory than its size.
     """
-    with user_error_on(f"cannot read {path}", fix, Exception):  # which one depends on the damage
+    with user_error_on(f"cannot read {path}", fix, Exception):  # the type depends on the damage
         with zipfile.ZipFile(path) as file:
             for entry in file.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
@@ -6614,7 +6641,7 @@ def read_saved(path: str | Path, fix: str) -> dict:
                 for opcode, name, _ in pickletools.genops(file.read(entry)):
                     if "GLOBAL" in opcode.name and not PICKLED.fullmatch(f"{name}"):
                         raise ValueError(f"{entry.filename} calls {name}")
-            damaged = file.testzip()  # torch.load compares no checksums
+            damaged = file.testzip()  # torch.load verifies no checksums
             if damaged:
                 raise ValueError(f"checksum of {damaged}")
         saved = torch.load(path, "cpu", mmap=True, weights_only=True)
@@ -6626,8 +6653,8 @@ def read_saved(path: str | Path, fix: str) -> dict:
 # ---- Checkpoints -------------------------------------------------------------------------------------------
 
 
-# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with a file of each rank:
-# rank0.pt, rank1.pt, ... The folder gets this name when all files are written. So a folder of such a name is
+# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with one file per rank: rank0.pt,
+# rank1.pt, ... The folder gets this name when all files are written, so a folder with such a name is
 # complete, unless the machine itself failed.
 CHECKPOINT = "step" + 8 * "[0-9]"
 
@@ -6637,7 +6664,7 @@ def checkpoint_folder(run: Path) -> Path:
 
 
 def find_checkpoint(log: str) -> Path:
-    """Returns the newest checkpoint of a run, given its log."""
+    """Returns the newest checkpoint of a run, given the run's log."""
     run = Path(log).name.split(".")[0]
     steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/{CHECKPOINT}"))
     message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
@@ -6646,9 +6673,10 @@ def find_checkpoint(log: str) -> Path:
 
 
 def lock_checkpoints(folder: Path) -> None:
-    """Locks the folder of a run's checkpoints while this process lives. Raises UserError if a run has it.
+    """Locks the folder of a run's checkpoints while this process lives. Raises UserError if another process
+    has locked it.
 
-    Otherwise two runs, one resumed while the other goes on, would remove each other's checkpoints.
+    Without the lock, a run that still goes on and one that resumes it would remove each other's checkpoints.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -6660,15 +6688,15 @@ def lock_checkpoints(folder: Path) -> None:
 
 
 def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Writes the checkpoint after progress["step"] steps into `folder`; removes the one before.
+    """Writes the checkpoint after progress["step"] steps into `folder`, and removes the previous one.
 
-    All ranks must call it. Each writes its training_state(), its rows of n-grams, the task and the progress.
-    A rank that fails never reaches the barrier below, so the checkpoint before is not removed.
+    All ranks must call it. Each rank writes its training_state(), its rows of n-grams, the task and the
+    progress. A rank that fails never reaches the barrier below, so the previous checkpoint is not removed.
     """
     rank = optimizer.comm.rank
     state = training_state(model, optimizer) | {"task": task, "rank": rank} | progress
     if optimizer.ngrams:
-        state["ngrams"] = optimizer.ngrams.state_dict()  # without a copy
+        state["ngrams"] = optimizer.ngrams.state_dict()  # not a copy
     complete = folder / f"step{progress['step']:08d}"
     incomplete = complete.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
@@ -6684,14 +6712,14 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
 
 
 def remove_checkpoints(folder: Path, keep: Path | None = None) -> None:
-    """Removes a run's checkpoints but `keep`. What somebody else has put there stays."""
+    """Removes a run's checkpoints except `keep`. Other files in the folder stay."""
     for checkpoint in [*folder.glob(CHECKPOINT), *folder.glob(f"{CHECKPOINT}.partial")]:
         if checkpoint != keep:
             shutil.rmtree(checkpoint, ignore_errors=True)  # another machine may have it open
 
 
 def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
-    """Returns this rank's part of the checkpoint that --resume names; without --resume an empty dict."""
+    """Returns this rank's part of the checkpoint to resume from; without --resume, an empty dict."""
     if args.resume is None:
         return {}
     folder = find_checkpoint(args.resume)
@@ -6706,18 +6734,18 @@ def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
 def task_of(
     args: argparse.Namespace, cfg: Config, data: Dataset, world_size: int, mlp_dtype: torch.dtype | None
 ) -> dict:
-    """Returns what must be the same to resume a run. mlp_dtype: the Backend's, which follows from the CPU."""
+    """Returns what must be the same to resume a run. mlp_dtype: the Backend's, which depends on the CPU."""
     task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
     others = {"processes": world_size, "script": zlib.crc32(SOURCE), "mlp_dtype": str(mlp_dtype)}
     return task | {"seed": args.seed} | others
 
 
 def require_same_task(args: argparse.Namespace, task: dict, comm: Collectives, resumed: dict) -> None:
-    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0; and if the
-    checkpoint `resumed` is of another task.
+    """Raises UserError on ranks whose options, data, script or torch version differ from rank 0's, and if the
+    checkpoint `resumed` is from another task.
 
-    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
-    would leave ranks waiting for each other; other rates would train something that no log describes.
+    torchrun gives the ranks of a machine one command line, but each machine has its own. With different steps
+    or data, ranks would wait for each other; with different rates, no log would describe what is trained.
     """
     launch = vars(args) | task | {"step": resumed.get("step"), "torch": torch.__version__}
     different = differences(launch, comm.from_rank_0(launch))
@@ -6733,15 +6761,15 @@ def require_same_task(args: argparse.Namespace, task: dict, comm: Collectives, r
 # 26  Run
 # ============================================================================================================
 
-# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
-# peers, too, but not always those that were just sending to it.
+# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo also
+# tells the killed rank's peers, but not always those that were just sending to it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @user_error_on("cannot read RANK and WORLD_SIZE", "start with torchrun, or unset both", ValueError)
 def init_process(device_kind: str = "gpu") -> tuple[int, int, torch.device]:
-    """Returns this process's rank, the world size and its device, as torchrun's environment says; without
-    torchrun there is one rank. Makes its GPU the current one. device_kind: Config.device.
+    """Returns this process's rank, the world size and the process's device, as torchrun's environment says.
+    Without torchrun there is one rank. Makes the process's GPU the current one. device_kind: Config.device.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -6759,7 +6787,7 @@ def init_process(device_kind: str = "gpu") -> tuple[int, int, torch.device]:
 
 @user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
 def join_processes(world_size: int, device: torch.device) -> None:
-    """Joins the process group that torchrun's environment describes; with one rank there is none."""
+    """Joins the process group that torchrun's environment describes. With one rank there is no group."""
     if world_size == 1:
         return
     if device.type == "cuda":
@@ -6769,18 +6797,20 @@ def join_processes(world_size: int, device: torch.device) -> None:
 
 
 def build(cfg: Config, backend: Backend, comm: Collectives, seed: int) -> tuple[GPT, Optimizer]:
-    """Returns the model and its optimizer, the same on all ranks."""
+    """Returns the model and its optimizer, which are the same on all ranks."""
     global COMPILER
     COMPILER = configure_compiler(cfg)
     model = GPT(cfg, comm.world_size, comm.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), comm, backend)
-    optimizer.gather_all()  # what other machines drew may differ in the last bits
+    optimizer.gather_all()  # values drawn on other machines may differ in the last bits
     model.ngrams = optimizer.ngrams
     return model, optimizer
 
 
 def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> None:
-    """Logs where the run differs from its settings, such as `val_slices`, and what the clock leaves out."""
+    """Logs where the run differs from its settings, whose number of validation slices is `val_slices`, and
+    what the clock leaves out.
+    """
     if cfg.val_slices < val_slices:
         log.print0(f"validation: on {cfg.val_slices} slices, not {val_slices}, because there is no more text")
     if backend.mlp_dtype:
@@ -6791,7 +6821,7 @@ def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> 
 def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
     """Returns a context that profiles four of the steps from `start` to `steps`, counted by its step().
 
-    They begin after the step that --profile names, or are the last ones. Without --profile the context is
+    The four steps follow the one that --profile names, or are the last ones. Without --profile the context is
     empty. Sets TRACING.
     """
     global TRACING
@@ -6802,7 +6832,7 @@ def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        # The thread that builds batches, too.
+        # Profile the thread that builds batches, too.
         experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
     )
 
@@ -6811,13 +6841,13 @@ def peak_memory() -> str:
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated()
     else:
-        unit = 1 if sys.platform == "darwin" else 1024  # of bytes
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return f"peak memory allocated: {peak >> 20} MiB"
 
 
 def log_closing(closing: dict, seed: int, data: Dataset, log: RunLog) -> None:
-    """Logs the closing lines, of which the last says that the run is complete."""
+    """Logs the closing lines. The last one says that the run is complete."""
     loss = float(closing["val_loss"])
     closing = closing | {"seed": seed}
     if data.bytes_per_token:
@@ -6831,8 +6861,8 @@ def log_closing(closing: dict, seed: int, data: Dataset, log: RunLog) -> None:
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
     """Prints cfg.samples texts that follow BOS, if there is a vocabulary.
 
-    All ranks must call it: rows of n-grams may be with any. It must be the last use of the model: from then
-    on nothing is compiled, and no kernel runs.
+    All ranks must call it, because each holds some rows of n-grams. It must be the last use of the model:
+    from then on nothing is compiled, and no kernel runs.
     """
     if not vocabulary:
         return
@@ -6843,20 +6873,20 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
     for _ in range(model.cfg.samples):
         tokens = [model.cfg.bos_id]
         while len(tokens) <= 100:
-            sharper = model.next_token_probs(tokens).cpu() ** (1 / 0.8)  # a temperature of 0.8
+            sharper = model.next_token_probs(tokens).cpu() ** (1 / 0.8)  # temperature 0.8
             tokens += sharper.multinomial(1, generator=generator).tolist()
         text = b"".join(vocabulary[token] for token in tokens).decode("utf-8", "replace")
         log.print0(f"sample: {text!r}", file=False)
 
 
 def print_check(args: argparse.Namespace, cfg: Config, device: torch.device) -> None:
-    """Does --check: prints that args.check processes can run this here. Raises UserError if they cannot.
+    """Carries out --check: prints that args.check processes can run this here, or raises UserError.
 
-    Joins no process and writes no file.
+    Joins no process group and writes no file.
     """
     select_backend(cfg, device)
     read_checkpoint(args, rank=0)
-    if args.data or cfg.data != PRESETS[args.preset].data:  # the preset's may not be there yet
+    if args.data or cfg.data != PRESETS[args.preset].data:  # the preset's data may not be there yet
         open_dataset(cfg)
     track = track_of(cfg, args.check, args)
     slices = f"{cfg.val_slices} slices of {cfg.val_slice_tokens} tokens, vocabulary {cfg.vocab_size}"
@@ -6864,7 +6894,7 @@ def print_check(args: argparse.Namespace, cfg: Config, device: torch.device) -> 
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs what the command line says."""
+    """Does what the command line says."""
     cfg = read_settings(args)
     rank, world_size, device = init_process(cfg.device)
     check_config(cfg, args.check or world_size)
@@ -6883,11 +6913,11 @@ def run(args: argparse.Namespace) -> None:
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     comm = Collectives(rank, world_size, device=device)
-    loader_comm = Collectives(rank, world_size, group)  # of the thread that builds batches
+    loader_comm = Collectives(rank, world_size, group)  # for the thread that builds batches
     task = task_of(args, cfg, data, world_size, backend.mlp_dtype)
     require_same_task(args, task, comm, resumed)
     track = track_of(cfg, world_size, args)
-    # name_run() is collective, so no log is begun before all ranks have passed the checks above.
+    # name_run() is collective, so no log is started before all ranks have passed the checks above.
     path, log_path = name_run(args, track, comm, resumed)
     if rank == 0 and (args.checkpoint_every or resumed):
         lock_checkpoints(checkpoint_folder(path))
@@ -6911,7 +6941,7 @@ def run(args: argparse.Namespace) -> None:
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
         closing = train(training, log, start, checkpoints, profiler)
     log_closing(closing, args.seed, data, log)
-    if track != "other":  # the target is one of the track's text and validation
+    if track != "other":  # the target is for the track's text and validation
         side = "below" if float(closing["val_loss"]) < cfg.target else "not below"
         log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
     if args.save:
@@ -6920,14 +6950,14 @@ def run(args: argparse.Namespace) -> None:
     log.print0(f"log: {log.path}", file=False)
     if rank == 0:
         remove_checkpoints(checkpoints.folder)  # nothing is left to resume
-        with contextlib.suppress(OSError):  # it was never made, or has other files
+        with contextlib.suppress(OSError):  # the folder was never made, or has other files
             checkpoints.folder.rmdir()
     if world_size > 1:
         dist.destroy_process_group()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status. Errors that a user can fix are one line a rank."""
+    """Runs the command line and returns the exit status. Errors that a user can fix are one line per rank."""
     args = parse_args(argv)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
@@ -6947,12 +6977,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed, as by >&-
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # it is None if it was closed, as by >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that waits in a collective, too
-    # The screen's encoding may lack letters of a sample.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends a process that waits in a collective
+    # The screen's encoding may lack characters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     status = main()
-    with contextlib.suppress(OSError):  # nobody may read the screen any more
+    with contextlib.suppress(OSError):  # the reader of the output may be gone
         sys.stdout.flush()
-    os._exit(status)  # a thread may still wait for ranks that no longer answer; torchrun ends those
+    os._exit(status)  # a thread may still wait for ranks that no longer answer; torchrun ends them

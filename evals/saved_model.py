@@ -120,14 +120,14 @@ def config_from_dict(values: dict, table=tg.Config, path: str = "") -> tg.Config
     fields = {}
     for name in tg.setting_hints(table) | values:
         hint = tg.setting_hints(table)[name]
-        row = tg.row_type(hint)
+        row = tg.group_type(hint)
         missing = ADDED.get(path + name)
         if missing is None and row is None and tg.setting_type(hint).type is bool:
             missing = False
         value = values.get(name, missing)
         tg.require(
             value is not None,
-            f"no setting {path}{name}; if it is new, give it a row of ADDED in evals/saved_model.py",
+            f"no setting {path}{name}; if it is new, give it an entry of ADDED in evals/saved_model.py",
         )
         if row is None:
             fields[name] = single_setting(name, value, tg.setting_type(hint))

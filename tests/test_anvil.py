@@ -171,7 +171,7 @@ def test_weight_1_is_exactly_the_fast_rail():
     assert torch.equal(*means)
 
 
-@pytest.mark.pinned("a row of PARAMS")
+@pytest.mark.pinned("an entry of PARAMS")
 def test_each_rank_has_its_own_matrices_rates():
     """A rank's block may begin at an odd matrix."""
     row = spec_of("mlp_bank")

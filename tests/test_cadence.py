@@ -21,7 +21,7 @@ HALF, RARE = (2, 2), (2, 4)
 # ---------------------------------------------------------------------------------------------- the schedule
 
 
-@pytest.mark.pinned("the schedule or a row of PARAMS of the record preset")
+@pytest.mark.pinned("the schedule or an entry of PARAMS of the record preset")
 def test_updates_of_the_record():
     plans = [tg.plan_step(RECORD92, step) for step in range(SCHEDULE["total_steps"])]
     assert sum(plan.is_update_step(HALF) for plan in plans) == SCHEDULE["adam_steps"]

@@ -167,7 +167,7 @@ def test_settings_that_earlier_models_lack_are_added(monkeypatch):
         del values[name]
     for layer in values["layers"]:
         del layer["mlps"], layer["narrow_v"]
-    with pytest.raises(tg.UserError, match="no setting layers.mlps; .* give it a row of ADDED"):
+    with pytest.raises(tg.UserError, match="no setting layers.mlps; .* give it an entry of ADDED"):
         config_from_dict(values)
     monkeypatch.setitem(saved_model.ADDED, "layers.mlps", 2)
     cfg = config_from_dict(values)

@@ -14,6 +14,7 @@ from test_distributed import build, digest_of, few_layers, first_batch, run_step
 from test_switches import cfg  # noqa: F401 (a fixture)
 
 FP8 = tg.TORCH_BACKEND._replace(fp8=True)
+OF_MLPS = pytest.mark.pinned("the MLPs' activation, of which FP8 has no other form,")
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,7 @@ def watch_steps(rank, world_size, cfg):
     return steps_seen[:-1]
 
 
+@OF_MLPS
 @pytest.mark.numeric
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_slices_share_a_scale(cfg, main_grad):
@@ -83,6 +85,7 @@ def scales_of(uses):
     return [use[:3] for use in uses]
 
 
+@OF_MLPS
 @pytest.mark.slow
 @pytest.mark.numeric
 def test_codes_do_not_depend_on_the_number_of_ranks(workers, cfg):
@@ -113,6 +116,7 @@ def test_weights_and_their_transposes_have_memory_of_their_own(cfg):
     assert torch.equal(mlps.weights_T.float(), mlps.weights.float().mT)
 
 
+@OF_MLPS
 @pytest.mark.numeric
 def test_a_checkpoint_holds_the_scales(cfg):
     _, model, optimizer = build(0, 1, cfg, backend=FP8)
@@ -134,6 +138,7 @@ def test_the_warm_up_leaves_no_scales(cfg):
     assert (model.fp8_state.scales[:, 2, 0] == 1).all() and not model.fp8_state.weight_amax.any()
 
 
+@OF_MLPS
 @pytest.mark.numeric
 def test_what_is_not_in_fp8(cfg, monkeypatch):
     """Validation never is, nor is training without the switch."""

@@ -279,14 +279,14 @@ def test_compare_accepts_plain_torch_and_notices_mutants(setup):
 def test_gradients_notice_a_wrong_form(setup, monkeypatch):
     (plain,) = check.gradients(setup, check.PLAIN)
     assert plain.ok, plain.seen
-    backward = tg.MLP.backward
+    backward = tg.Linear.backward
 
     def wrong_backward(ctx, dy):
         return backward(ctx, 1.3 * dy)
 
-    monkeypatch.setattr(tg.MLP, "backward", staticmethod(wrong_backward))
+    monkeypatch.setattr(tg.Linear, "backward", staticmethod(wrong_backward))
     (wrong,) = check.gradients(setup, "compile=false")
-    assert wrong.ok is False and wrong.numbers["errors"]["mlp_bank"] > 0.2, wrong.seen
+    assert wrong.ok is False and wrong.numbers["errors"]["vo_bank"] > 0.2, wrong.seen
 
 
 def test_gradients_of_zero_are_equal():
