@@ -196,7 +196,7 @@ CHEATS = {
             "    optimizer.step = step\n"
             "    bar = progress_bar(total=cfg.steps",
         ],
-        "it is slow": ["yield 1000 * (stopped", "yield 900 * (stopped"],
+        "it is slow": ["yield 1000 * (stopped", "yield 700 * (stopped"],
         "it starts after the first steps": [
             STEP,
             STEP + "        if step == 2:\n            clock.began = clock.synchronized()\n",
