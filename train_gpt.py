@@ -809,10 +809,10 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     skip_from, and serves the layers after it. The columns are in record 92's order: xsa gates, output gates,
     then all others by layer.
     """
-    early: list[Gate] = []
-    late: list[Gate] = []
+    up_to_skip: list[Gate] = []
+    after_skip: list[Gate] = []
     for i, layer in enumerate(cfg.layers):
-        gates = late if i > cfg.skip_from else early
+        gates = after_skip if i > cfg.skip_from else up_to_skip
         if layer.xsa:
             gates.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
         if layer.gate:
@@ -822,15 +822,13 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
         if layer.ngram:
             gates.append(Gate("ngram", i, columns=1, bias=0.5))
     if cfg.skip_to < len(cfg.layers):
-        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
-    for gates in early, late:
+        after_skip.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    for gates in up_to_skip, after_skip:
         gates.sort(key=lambda gate: {"xsa": 0, "output": 1}.get(gate.use, 2))
-    return early, late
+    return up_to_skip, after_skip
 
 
 GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
-# The LAYER_SCALARS that MUDD overrides.
-MUDD_SCALARS = ("resid_attention", "post_attention", "resid_mlp", "post_mlp")
 MUDD_SCALE = 0.1  # factor of the outputs of MUDD's MLPs
 GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
@@ -852,6 +850,8 @@ MUDD_OUTPUTS = {
     "resid_mlp": RESID_BIAS,
     "post_mlp": 10,
 }
+# The LAYER_SCALARS that MUDD overrides.
+MUDD_SCALARS = [name for name in MUDD_OUTPUTS if name in SCALAR_COLUMNS]
 
 
 def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
@@ -1769,6 +1769,16 @@ class RotaryFamily(NamedTuple):
     scale: Tensor  # softmax scale, 0-d: code with a float would recompile for each value
 
 
+def rotary_kind(layer: Layer) -> tuple:
+    """Returns all that rotary_family() reads of a layer. Layers of one kind share a family.
+
+    To add another embedding of positions, add a field of Layer, return it here, and branch in rotary_family()
+    or, where queries and keys are rotated, in GPT.attention_branch and pair_heads(). shift_keys() needs a
+    half that is not rotated.
+    """
+    return layer.window, layer.narrow_qk
+
+
 class MLPWeights(NamedTuple):
     fc: BankMatrix  # (F, d)
     proj: BankMatrix  # (F, d)
@@ -2373,16 +2383,6 @@ def small_mlp(u: Tensor, w1: Tensor | None, w2: Tensor | None, biases: Tensor) -
     if w1 is None:
         return biases[:, None]
     return torch.addmm(biases[:, None], w2, F.gelu(F.linear(u, w1)).T)
-
-
-def rotary_kind(layer: Layer) -> tuple:
-    """Returns all that rotary_family() reads of a layer. Layers of one kind share a family.
-
-    To add another embedding of positions, add a field of Layer, return it here, and branch in rotary_family()
-    or, where queries and keys are rotated, in GPT.attention_branch and pair_heads(). shift_keys() needs a
-    half that is not rotated.
-    """
-    return layer.window, layer.narrow_qk
 
 
 # ============================================================================================================
@@ -3111,22 +3111,22 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     return (2 * dy @ proj.T).mul_(root)
 
 
-def relu_square_fp8(a8: Tensor, mlp: FP8Operands, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def relu_square_fp8(a8: Tensor, fp8: FP8Operands, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Computes the forward of relu_square in FP8 or, with square8, the backward.
 
     Forward: a8 is h (T, d) in e4m3; returns `square` in e4m3. Backward: a8 is dy (T, d) in e5m2; returns da
-    in e5m2. Either is (T, F), with its transpose (F, T), and is first rounded to bf16. mlp.amax keeps the
+    in e5m2. Either is (T, F), with its transpose (F, T), and is first rounded to bf16. fp8.amax keeps the
     larger of its entry and the result's maximum.
     """
     backward = int(square8 is not None)
-    a_scale, w_scale, out_scale = mlp.scales[:, backward]
-    product = a8.float() @ mlp.weights[backward].float().T * (a_scale * w_scale)
+    a_scale, w_scale, out_scale = fp8.scales[:, backward]
+    product = a8.float() @ fp8.weights[backward].float().T * (a_scale * w_scale)
     if square8 is None:
         result = product.bfloat16().relu_().square()
     else:
-        square = square8.float() * mlp.scales[RESULT, 0]
+        square = square8.float() * fp8.scales[RESULT, 0]
         result = (product * square.sqrt_().mul_(2)).bfloat16()
-    amax = mlp.amax.view(-1)[2 * mlp.i + backward]
+    amax = fp8.amax.view(-1)[2 * fp8.i + backward]
     amax.copy_(torch.maximum(amax, result.abs().max()))
     return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
 
@@ -3256,13 +3256,13 @@ def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 
 
 def triton_relu_square_fp8(
-    a8: Tensor, mlp: FP8Operands, square8: Tensor | None = None
+    a8: Tensor, fp8: FP8Operands, square8: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     backward = int(square8 is not None)
-    w8 = mlp.weights[backward]
+    w8 = fp8.weights[backward]
     out = a8.new_empty(len(a8), len(w8))
     out_T = a8.new_empty(len(w8), len(a8))
-    fp8_args = FP8Args(out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward)
+    fp8_args = FP8Args(out_T, fp8.scales, fp8.scales.stride(1), fp8.amax, 2 * fp8.i + backward)
     launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
     return out, out_T
 
