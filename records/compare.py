@@ -102,13 +102,20 @@ STEEP = 0.1  # of the steps: the first, whose losses may lie above the picture
 
 TERMINAL_CODES = re.compile(rb"\x1b(?:\[[ -?]*[@-~]|\][^\x07\n\x1b]*\x07|[ -/]*[0-~])")
 # Where a line begins on the screen, also within a line of the file: after a carriage return, as progress bars
-# print, after a date or a time, after a launcher's [default0]: or [rank0]:, and with what a run's verdict
+# print, after a date or a time, after a launcher's [default0]: or [rank0]:, and with all that a verdict
 # depends on, whatever a program put before it.
+DECIDES = (
+    rb"step:\d+/\d+ (?:val_loss|train_loss|train_time):|epochs: \d+\s*$"
+    rb"|target [\d.]+: (?:not )?below; one run"
+)
+DESCRIBES = (
+    rb"Running [Pp]y(?:thon|[Tt]orch) \d|commit: \S+(?: \(\w+\))?\s*$|script: \S+ \(sha256|data: \w+ \(\d"
+    rb"|(?:steps|seed|train_time_ms|val_loss|val_loss_per_byte): [-\d.]+\s*$|peak memory \w+: \d"
+    rb"|resumed: \S+ after step|this CPU has AMX:"
+)
 LINE_BEGINS = re.compile(
     rb"\r|^\[?(?:\d{4}-\d\d-\d\d[T ]|[A-Z][a-z][a-z] [ \d]\d )?\d\d:\d\d:\d\d[^\s\]]*\]?:? "
-    rb"|\[[\w,]*\d\](?:<\w+>)?: ?"
-    rb"|(?<!\n)(?=step:\d+/\d+ (?:val_loss|train_loss|train_time):|epochs: \d+\s*$"
-    rb"|target [\d.]+: (?:not )?below; one run)",
+    rb"|\[[\w,]*\d\](?:<\w+>)?: ?|(?<!\n)(?=" + DECIDES + rb")|(?<![\n\"'\w])(?=" + DESCRIBES + rb")",
     re.MULTILINE,
 )
 SAMPLE = re.compile(rb"sample: ['\"][^\r\n]*")  # a model's text, which may look like log lines
@@ -327,8 +334,15 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """Returns a key that is equal for two copies of one run, as its log and its screen output are."""
-        return repr((self.curve, self.final_step)) if self.curve else self.name
+        """Returns a key that is equal for two copies of one run, such as its log and a part of its screen.
+
+        The last validation is enough if it has a time, since no two runs take the same milliseconds to the
+        same loss.
+        """
+        if not self.curve:
+            return self.name
+        seen = self.curve[-1:] if self.curve[-1].time_s else self.curve
+        return repr((seen, self.final_step))
 
     @property
     def name(self) -> str:
@@ -366,7 +380,7 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
     header = Header()
     lines_of_runs: list[set[bytes]] = []
     headers = [m.start() for m in HEADER_BEGIN.finditer(text, header_start)]
-    steps_of_runs = split_runs(steps, headers)
+    steps_of_runs = split_runs(steps, headers, validations)
     starts = [run_steps[0].position for run_steps in steps_of_runs]
     ends = [*starts[1:], len(text)]
     for run_steps, start, end in zip(steps_of_runs, starts, ends):
@@ -386,6 +400,8 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
         # A repetition's too: it may hold closing lines that the run lacks.
         read_closing(runs[-1], text, last.position, end + 1)
         header_start = last.position
+    if source_end and header.script and not any(run.header.config for run in runs):
+        raise UserError(f"{path}: its config line is missing or cut: the log is damaged")
     if source_end is None:
         unknown = "its script and its settings are unknown, validation included"
         notes.append(f"{path}: no whole log, only what a run printed: {unknown}")
@@ -407,17 +423,24 @@ def name_unreadable(text: bytes, start: int, validations: dict[int, Point], path
     return messages
 
 
-def split_runs(steps: list[StepLine], headers: list[int]) -> list[list[StepLine]]:
-    """Splits a file's step lines into those of each run, given where headers begin.
+def split_runs(
+    steps: list[StepLine], headers: list[int], validations: dict[int, Point]
+) -> list[list[StepLine]]:
+    """Splits a file's step lines into those of each run, given where headers and validations begin.
 
-    A run begins after a header, and where the step falls or the number of steps changes. Times do not show
-    it: some formats restart the clock near step 10.
+    A run begins after a header, and where the step falls, the number of steps changes, or the same step has
+    another validation. Times do not show it: some formats restart the clock near step 10.
     """
     runs: list[list[StepLine]] = []
     previous = StepLine(-1, 0, None)
+    validation = None  # the last one
     for line in steps:
         has_header = bisect(headers, previous.position) < bisect(headers, line.position)
-        if not runs or has_header or line.step < previous.step or line.total != previous.total:
+        begins = not runs or has_header or line.step < previous.step or line.total != previous.total
+        if line.position in validations:
+            before, validation = validation, validations[line.position]
+            begins = begins or before is not None and before.step == line.step and before != validation
+        if begins:
             runs.append([])
         runs[-1].append(line)
         previous = line

@@ -230,11 +230,27 @@ def test_several_runs_in_a_file(run):
     assert len(notes) == 1
 
 
-def test_a_header_begins_a_run_of_a_screen(run):
-    """Each has its last validation alone. Seeds are in closing lines."""
+@pytest.mark.parametrize("prefix", ["", "trainer-1  | ", "2026-11-28T21:16:36Z stdout F ", "log.txt:"])
+def test_a_header_begins_a_run_of_a_screen(run, prefix):
+    """Each has its last validation alone. Seeds are in closing lines. A launcher's prefix hides nothing."""
     ends = [f"{HEADER}\n{steps(loss, 90, first=500)}\nseed: 7\n" for loss in (3.1, 3.2)]
-    runs, _ = read("".join(ends))
-    assert [(each.val_loss, compare.seed_of(each)) for each in runs] == [(3.1, 7), (3.2, 7)]
+    runs, _ = read("".join(prefix + line for line in "".join(ends).splitlines(keepends=True)))
+    found = [(each.val_loss, compare.seed_of(each), each.header.torch) for each in runs]
+    assert found == [(3.1, 7, "2.13.0"), (3.2, 7, "2.13.0")]
+
+
+def test_another_validation_of_one_step_begins_a_run(run):
+    """A page that quotes the ends of runs has those runs, which count once beside their logs."""
+    write("logs", *(own_log(loss, 90 + loss) for loss in (3.1, 3.2)))
+    quotes = "".join(f"best: {steps(loss, 90 + loss, first=500)}\n" for loss in (3.1, 3.2))
+    assert [each.val_loss for each in read(quotes)[0]] == [3.1, 3.2]
+    Path("logs/notes.txt").write_text(quotes)
+    assert "runs (n)           2\n" in run("logs")[1]
+
+
+def test_a_log_without_its_config_is_damaged(run):
+    Path("cut.txt").write_text(own_log().replace("}\n", "\n"))
+    assert "its config line is missing or cut" in run("cut.txt")[2]
 
 
 def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(run):
