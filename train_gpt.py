@@ -5601,6 +5601,7 @@ class ShardHeader(NamedTuple):
 
 def read_header(path: Path) -> ShardHeader:
     """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
+    require(path.is_file(), f"{path}: no file; remove it")
     words = np.fromfile(path, dtype="<i4", count=256).tolist()
     require(
         len(words) == 256
@@ -5682,6 +5683,12 @@ def read_vocabulary(path: Path, size: int) -> list[bytes]:
         vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
     require(len(vocabulary) == size, f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
     return vocabulary
+
+
+def vocabulary_hash(cfg: Config) -> str:
+    """Returns a hash of the data's vocabulary.txt; "" if the data has none."""
+    path = Path(cfg.data, "vocabulary.txt")
+    return dataset_hash([path]) if path.exists() else ""
 
 
 def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
@@ -6258,6 +6265,8 @@ def read_settings(args: argparse.Namespace) -> Config:
     require(not given_twice, f"--data {args.data} and --set data={cfg.data}: give one of them")
     is_name = ".." not in args.name and re.fullmatch(r"[\w.+=-]*(/baseline)?", args.name)
     require(is_name, f"--name {args.name!r}: give letters, digits and . _ + = - alone, without ..")
+    is_rows = re.search(r"\.ngrams\d+$", args.save or "")
+    require(not is_rows, f"--save {args.save}: a model's n-grams have such a name; give another")
     every = args.checkpoint_every
     require(
         not every or padded(every, UPDATE_PERIOD) < cfg.steps,
@@ -6601,6 +6610,7 @@ def save_model(path: str, model: GPT, run_id: str, comm: Collectives) -> None:
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             config = config_json(model.cfg)
             saved = {"config": config, "id": run_id, "ranks": comm.world_size, "script": source_hash()}
+            saved["vocabulary"] = vocabulary_hash(model.cfg)
             weights_path = output_file(path)
             torch.save(saved | {"weights": weights}, f"{weights_path}{partial_suffix}")
             written.append(weights_path)

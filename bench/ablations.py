@@ -219,7 +219,10 @@ def read_results(path: Path) -> dict[tuple, float]:
                 f"{path}:{i} is no run", fix, ValueError, LookupError, TypeError, RecursionError
             ):
                 entry = json.loads(line)
-                done[tuple(entry["run"]), entry.get("data"), entry.get("on")] = float(entry["loss"])
+                run = tuple(entry["run"]), entry.get("data"), entry.get("on")
+                loss = float(str(entry["loss"]))  # of true, which float() takes for 1, an error
+                if done.setdefault(run, loss) != loss:
+                    raise ValueError("an earlier line has another loss of the same run")
     return done
 
 

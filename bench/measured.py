@@ -29,7 +29,8 @@ class Measurements:
         self.steps: dict[int, dict[str, float]] = {}
         self.points: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         for path in paths:
-            with tg.user_error_on(f"{path} has no rows", "give a rows.jsonl of check.py", ValueError):
+            errors = ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError
+            with tg.user_error_on(f"{path} has no rows", "give a rows.jsonl of check.py", *errors):
                 for text in path.read_text().splitlines():
                     self.add(json.loads(text))
 

@@ -227,7 +227,14 @@ def run(args: argparse.Namespace) -> None:
     headers = [tg.read_header(path) for path in val_paths]
     vocab_size = headers[0].vocab_size
     cfg = replace(tg.CPU, vocab_size=vocab_size, bos_id=headers[0].bos_id)
-    train = read_split(tg.find_shards(str(folder), "train"), cfg)
+    train_paths = tg.find_shards(str(folder), "train")
+    for path in val_paths + train_paths:
+        header = tg.read_header(path)
+        if (header.vocab_size, header.bos_id) != (cfg.vocab_size, cfg.bos_id):
+            raise UserError(
+                f"{path}: its vocabulary is not that of {val_paths[0]}; give data of one tokenizer"
+            )
+    train = read_split(train_paths, cfg)
     val = read_split(val_paths, cfg)
     orders = args.orders or (5 if vocab_size < 4096 else 4)
     if not 2 <= (args.val_tokens or len(val)) <= len(val):

@@ -610,7 +610,7 @@ def run(args: argparse.Namespace) -> None:
                     tables.append(table(traces, lane))
         if args.picture:
             draw(traces, args.picture)
-    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"these are not the traces of a run: {type(error).__name__}: {error}") from None
     steps = list(traces[0].steps)
     print(f"steps {steps[0]} to {steps[-1]}, {len(traces)} ranks; milliseconds a step")

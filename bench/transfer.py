@@ -152,11 +152,16 @@ def runs_of(track: str) -> Path:
 def read_losses(track: str) -> Losses:
     """Returns the losses of a track's runs."""
     losses: Losses = defaultdict(dict)
-    for line in runs_of(track).read_text().splitlines():
-        entry = json.loads(line)
-        settings, seed = entry["run"][-2:]
-        label = RENAMED.get(entry["label"], entry["label"])
-        losses[label][seed, FP32 in settings] = entry["loss"]
+    path = runs_of(track)
+    fix = "take the committed file again"
+    with ablations.tg.user_error_on(
+        f"{path} has a line that is no run", fix, ValueError, LookupError, TypeError
+    ):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            settings, seed = entry["run"][-2:]
+            label = RENAMED.get(entry["label"], entry["label"])
+            losses[label][seed, FP32 in settings] = entry["loss"]
     return losses
 
 

@@ -7,9 +7,9 @@
 Each line of a .jsonl or .ndjson file is a document, a JSON object with its text under --field, and so is each
 line of a file that begins as such an object, {"key":, whatever its name. Any other file is one document. A
 name may also end in .gz, and in capitals. Bad documents are named and left out: lines without a text, and
-what is not UTF-8. A file counts as one bad document if there are NUL bytes at its beginning, as in UTF-16, if
-it is a JSON array, object or text in quotes, or a damaged array, or if it is a table by its name (.csv,
-.tsv). Empty documents are left out, too.
+what is not UTF-8. A file counts as one bad document if it has NUL bytes, as UTF-16 does, if it is a JSON
+array, object or text in quotes, or a damaged array, if it is named .json and has no such lines, or if it is a
+table by its name (.csv, .tsv). Empty documents are left out, too.
 
 Training uses only the beginning of a document, so documents of more than --passage-bytes are cut into
 passages: at blank lines if possible, else at line ends, else at spaces. A passage never spans two shards, and
@@ -264,8 +264,8 @@ def read_documents(paths: list[Path], field: str | None = None) -> Iterator[Docu
                         if raw.strip():
                             yield Document(str(path), line, raw, field or "text")
                         line += 1
-                elif ARRAY_BEGIN.match(begin):
-                    yield BadDocument(f"{path}:1: a damaged JSON array, or several; write a .jsonl file")
+                elif name.endswith(".json") or ARRAY_BEGIN.match(begin):
+                    yield BadDocument(f"{path}:1: damaged JSON, or several values; write a .jsonl file")
                 else:
                     yield Document(str(path), line, content.read().removeprefix(codecs.BOM_UTF8))
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -281,6 +281,8 @@ def decode(document: Document) -> str:
         line = document.line + document.raw.count(b"\n", 0, offset)
         return BadDocument(f"{document.path}:{line}: {reason}")
 
+    if b"\0" in document.raw:
+        raise bad("no text: it has NUL bytes", document.raw.index(b"\0"))
     try:
         text = document.raw.decode("utf-8")
     except UnicodeDecodeError as error:

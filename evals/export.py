@@ -38,7 +38,7 @@ import torch
 from generate import load_model, make_parser, run_script, tg
 from scripts import replacing, target
 
-EXPORT_BEGINS = rb'.{8}\{"__metadata__":\{"config":'
+EXPORT_BEGINS = rb'.{8}\{"__metadata__":\{"config":"\{\\"preset\\"'
 
 
 def run(args: argparse.Namespace) -> None:

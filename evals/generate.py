@@ -19,6 +19,7 @@ import codecs
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ from tokenize_text import number, run_script
 def load(path: str) -> tuple[tg.GPT, "tokenize_text.Encoding"]:
     """Loads a saved model, onto the GPU if there is one, and its encoding.
 
-    Raises tg.UserError if there is no tokenizer of as many tokens.
+    Raises tg.UserError if there is no tokenizer of as many tokens, or if the vocabulary in the folder of the
+    model's data is another than in training.
     """
     model = load_model(path, "cuda" if torch.cuda.is_available() else "cpu")
     if model.cfg.dim < 256:
@@ -50,6 +52,11 @@ def load(path: str) -> tuple[tg.GPT, "tokenize_text.Encoding"]:
     vocabulary: tuple[bytes, ...] = ()
     if names[count] == "gpt2" and file.exists():
         vocabulary = tuple(tg.read_vocabulary(file, count))
+        cfg = replace(model.cfg, data=str(file.parent))
+        if model.vocabulary_hash not in ("", tg.vocabulary_hash(cfg)):
+            raise tg.UserError(
+                f"{file} is not the vocabulary that {path} was trained with: make its data again"
+            )
     return model, tokenize_text.get_encoding(names[count], vocabulary)
 
 

@@ -98,7 +98,15 @@ def test_runs_on_other_data_are_made_again(trained):
 
 
 @pytest.mark.parametrize(
-    "line", ('{"run": ["0123", "cpu", "", 0], "lo', "", '{"run": 5, "loss": 2}', 10**5 * "[")
+    "line",
+    (
+        '{"run": ["0123", "cpu", "", 0], "lo',
+        "",
+        '{"run": 5, "loss": 2}',
+        10**5 * "[",
+        '{"run": ["1", "cpu", "", 0], "loss": true}',
+        '{"run": ["0", "cpu", "", 0], "loss": 3.0}',
+    ),
 )
 def test_a_line_that_is_no_run_is_named_before_any_run(trained, line):
     content = f'{{"run": ["0", "cpu", "", 0], "label": "a", "loss": 2.0}}\n{line}\n'

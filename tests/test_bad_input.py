@@ -164,6 +164,7 @@ WRONG = """--preset huge
 --seed one
 --save no/model.pt
 --save corpus/
+--save m.pt.ngrams0
 --checkpoint-every -1
 --checkpoint-every 100
 --profile 0

@@ -200,6 +200,8 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
         "h2": b'"one text"',
         "i.CSV": b"id,text\n1,x\n",
         "j.tsv.gz": gzip.compress(b"id\ttext\n"),
+        "k.json": b'"one text"\n"another"\n',
+        "l.txt": 9000 * b"text\n" + b"\0",
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -210,9 +212,9 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
     places = ["a.txt:3"]
     places += [f"b.jsonl:{i}" for i in range(1, 8)]
     places += ["c.jsonl.gz:2", "d.txt:1", "e.jsonl:1", "f.JSON:1", "g:1"]
-    places += ["h.json:1", "h1:1", "h2:1", "i.CSV:1", "j.tsv.gz:1"]
+    places += ["h.json:1", "h1:1", "h2:1", "i.CSV:1", "j.tsv.gz:1", "k.json:1", "l.txt:9001"]
     named = re.findall(rf"^left out: {tmp_path}/(.*?): ", printed.err, re.MULTILINE)
-    assert sorted(named) == places and "18 bad documents" in printed.out
+    assert sorted(named) == places and "20 bad documents" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,9 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
 
 
 def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, capsys):
-    """Relative to the checkout, not to the current folder. Without single bytes, tiktoken would panic."""
+    """Relative to the checkout, not to the current folder, and the one of the training, if there was one.
+    Without single bytes, tiktoken would panic.
+    """
     model = str(run / "gpt2.pt")
     numbers = "ngrams.orders=", "vocab_size=50257", "padded_vocab=50304", "bos_id=50256"
     save(model, tg.GPT(make_config("gpt2", *numbers)))
@@ -350,6 +352,7 @@ def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, cap
     tokens += [i.to_bytes(2, "big") for i in range(256, 50256)] + [b""]
     (run / "gpt2").mkdir()
     tt.write_token_bytes(run / "gpt2", tokens)
+    save("other.pt", load_model(model))
     monkeypatch.chdir(tmp_path)
     _, encoding = generate.load(model)
     assert tt.token_bytes(encoding) == tokens and encoding.eot_token == 50256
@@ -360,6 +363,8 @@ def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, cap
     (run / "gpt2/vocabulary.txt").write_text("ff\n" * 50257)
     with pytest.raises(SystemExit, match="^generate.py: vocabulary.txt lacks tokens of single bytes"):
         generate.main([model, "a"])
+    with pytest.raises(tg.UserError, match="is not the vocabulary"):
+        generate.load(str(run / "other.pt"))
 
 
 BAD = """
