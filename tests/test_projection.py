@@ -84,27 +84,6 @@ def test_rates_of_rows(tmp_path):
     assert rows.ms("fa3", 1.0) == 0
 
 
-def test_attention_by_the_rate_of_forward_and_backward(tmp_path):
-    """A layer of 64 GFLOP as measured counts 7 products of 64 / 6; narrow queries fill 3/4 of a forward."""
-    rows = measurements(tmp_path, measured_row("attention stage 0", "2.0 ms; 32 TFLOP/s", (2.0, 10.0)))
-    product = 64e9 / 6
-    forward = Op("_varlen_attn", 8, "varlen", 2 * product)
-    narrow = forward._replace(part="narrow attention")
-    backward = Op("_varlen_attn_backward", 8, "varlen", 5 * product)
-    found = [projection.measured_ms(op, rows) for op in (forward, narrow, backward)]
-    assert found == pytest.approx([4 / 7, 3 / 7, 10 / 7])
-
-
-def test_savings_by_hand():
-    """Each works on its own operations only, and makes none slower."""
-    product = Op("product", 8, "fp8", 1e9)
-    other = Op("other", 8)
-    faster = measured.faster("product", 1e12)
-    assert [faster(product, 2.0), faster(product, 0.5), faster(other, 2.0)] == [1.0, 0.5, 2.0]
-    shorter = measured.shorter({"fp8"}, 0.5)
-    assert [shorter(product, 2.0), shorter(other, 2.0)] == [1.0, 2.0]
-
-
 def test_the_second_projection_finds_the_measured_steps(tmp_path, capsys):
     """Two stages of 20 and 35 ms, whose products are assumed to take 5 and 10 ms; exchange comes on top.
 

@@ -67,12 +67,6 @@ def test_output(run_step_time):
     assert [8 * int(line[1]) for line in lines[3::4]] == whole
 
 
-def test_exponents_by_hand():
-    """The fit and the local exponent differ where the slope does."""
-    # In log2 sizes are -1, 0, 1 from their mean, and times 0, 0, 3.
-    assert step_time.exponents([1, 2, 4], [1, 1, 8]) == pytest.approx((1.5, 3))
-
-
 @pytest.mark.slow
 def test_scale_of_tokens(run_step_time):
     """The printed exponents are those of the printed times."""
