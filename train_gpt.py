@@ -10,8 +10,8 @@ cores in plain PyTorch, without some of the techniques.
 Results
     cpu preset     1.054 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
                    runs of 160 steps, 25 s each on two cores of an AMD EPYC, PyTorch 2.13
-    record preset  no whole run yet. It has the configuration of the public record 92, which took 39.9 s on 8
-                   H100s, with the copy pointer and the schedule of PR 379 (36.0 s). docs/settings.md says
+    record preset  no whole run yet. It combines the configuration of the public record 92 (39.9 s on 8
+                   H100s) with the copy pointer and the schedule of PR 379 (36.0 s). docs/settings.md says
                    what it lacks
 
 The words preset uses GPT-2's tokens on two cores, to test what depends on the vocabulary.
@@ -223,12 +223,9 @@ LAYERS = (
 #   layer 7         no attention, no MLP; then x is "backout"
 #   layer 8         attention of norm("backout"), two MLPs of norm(x)
 #   layer 9         no attention; MLP
-#   layer 10        MUDD scales x, adds "first" and "backout" to it, and all three to the values; attention of
-#                   norm("backout"), with whose output MUDD adds "first" and "ngram"; MLP
+#   layer 10        MUDD replaces x by a weighted sum of x, "first" and "backout", and adds another to the
+#                   values; attention of norm("backout"), with whose output MUDD adds "first" and "ngram"; MLP
 #   lm_head         norm(x + the sum of lm_head_streams, each times weights per token and group of channels)
-#
-# Where attention's output is added (or would be), layers 0, 1, 2, 4, 5 and 7 add a gated share of x0, and
-# layers 1, 4, 5 and 9 a gated share of "ngram".
 
 
 @dataclass(frozen=True)
@@ -249,9 +246,9 @@ class Softcap:
     """Caps the logits x: they become scale * sigmoid((x + shift) / span).
 
     This bounds the logits and keeps gradients small (record 9; Gemma 2, arXiv:2408.00118). The defaults leave
-    more room below than above: most tokens are never right, and their logits lie far below those of the few
-    that may be (PR 181). Softcap(30, 0, 7.5) is symmetric: it is 15 tanh(x / 15) plus a constant, which
-    cancels in the softmax.
+    more room below than above: at any position most tokens are implausible, and their logits lie far below
+    those of the few plausible ones (PR 181). Softcap(30, 0, 7.5) is symmetric: it is 15 tanh(x / 15) plus a
+    constant, which cancels in the softmax.
     """
 
     scale: Annotated[float, 1, 77] = 23.0  # the sum of exp(77) over 50,304 columns is finite in fp32
@@ -281,12 +278,12 @@ class ParamSpec:
     #   bank       a stack of matrices, padded so that each rank owns the same number. GPT.layer_weights()
     #              gives them to the layers; the backward of each product writes the gradient.
     #   embedding  a table in which each token looks up rows. GPT.trunk finds the rows in looked_up[NAME];
-    #              Optimizer.add_row_grads() adds their gradients.
+    #              Optimizer.add_looked_up_grads() adds their gradients.
     kind: Literal["small", "head", "bank", "embedding"] = "small"
     # For embeddings: the MicroBatch field that holds the ids of the rows. inputs: one row per token.
-    # hashed_rows: the rows of bigram_embed, or of the n-gram table. To add an index, name it here, add a
-    # field with a default to MicroBatch, and fill it in make_micro_batch(). Then add a line to SEGMENT_MAKERS
-    # and a look-up to GPT.look_up, which handles only `inputs` by itself.
+    # hashed_rows: the rows of bigram_embed, or of the n-gram table. To look up rows by other ids, name their
+    # field here, add it with a default to MicroBatch, and fill it in make_micro_batch(). Then add a line to
+    # SEGMENT_MAKERS and a look-up to GPT.look_up, which handles only `inputs` by itself.
     rows_by: Literal["", "inputs", "hashed_rows"] = ""
     # How gradients reach the rank that owns a block. reduce_scatter: the whole gradient is exchanged. sparse:
     # only the rows that were touched since the last update.
@@ -334,7 +331,7 @@ PARAMS = (
     ParamSpec("pointer_gain",     1.00,   0, dtype="float32"),
     ParamSpec("pointer_sink",     1.00,   0, dtype="float32"),
     # lm_head and embed need the same optimizer, because untie() copies its state. It must be able to update
-    # some rows alone, because a rank's block is only some of the rows.
+    # some rows without the others, because a rank's block is only some of the rows.
     ParamSpec("lm_head",          1.00, 150, "head",      update_order=2, betas=(0.50, 0.95)),
     ParamSpec("bigram_embed",    75.00,   5, "embedding", "hashed_rows", "sparse", update_order=1,
               betas=(0.75, 0.95)),
@@ -419,7 +416,7 @@ class Stage:
     """An entry of Config.stages: how the run trains for some steps. plan_step() reads it."""
 
     steps: Steps
-    batch_tokens: Positive  # over all ranks and micro-batches; for GPUs see also cu_seqlens_capacity()
+    batch_tokens: Positive  # over all ranks and micro-batches
     max_doc_len: Positive  # longer documents are truncated to this length
     # Windows are constant within a stage, and rotary tables follow them. To change windows within a stage,
     # edit plan_step(), GPT.use_rotary and its callers and, with dense attention or CUDA graphs,
@@ -435,7 +432,7 @@ class Stage:
     # early (record 88).
     prefix: tuple[float, ...] = ()
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, each number for an
-    # equal part of the stage. The columns are its targets, filled up with others in turn. Empty, or 0: all.
+    # equal part of the stage. The columns are its targets and others in rotation. Empty, or 0: all.
     sampled_columns: tuple[int, ...] = ()
 
 
@@ -602,6 +599,11 @@ class Config:
     def copy_gate_column(self) -> int:
         """Returns the head's column that says how much the copy pointer counts: the first padding column."""
         return self.vocab_size
+
+    @property
+    def hashed(self) -> Ngrams:
+        """Returns the table to whose rows tokens are hashed: of n-grams or, without them, of bigrams."""
+        return self.ngrams if self.ngrams.orders else Ngrams((2,), self.bigram_vocab_size, self.dim)
 
     @property
     def predicts_prefixes(self) -> bool:
@@ -832,8 +834,8 @@ GATE_DIM = 12  # channels that the gates of the smear and of value embeddings re
 MUDD_SCALE = 0.1  # factor of the outputs of MUDD's MLPs
 GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# What the first of MUDD's MLPs outputs per token, with the initial biases divided by MUDD_SCALE. Most outputs
-# are weights of streams, where x is the layer's own; resid_* and post_* replace the layer's LAYER_SCALARS.
+# What the first of MUDD's MLPs outputs per token, with the initial biases in units of MUDD_SCALE. Most
+# outputs are weights of streams, where x is the layer's own; resid_* and post_* replace its LAYER_SCALARS.
 MUDD_OUTPUTS = {
     "first to value": 0,
     "backout to value": 0,
@@ -855,7 +857,7 @@ MUDD_SCALARS = [name for name in MUDD_OUTPUTS if name in SCALAR_COLUMNS]
 
 
 def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
-    """Returns, for each stream that lm_head_input adds, the initial bias of its weight, divided by
+    """Returns, for each stream that lm_head_input adds, the initial bias of its weight, in units of
     MUDD_SCALE. The keys are the names that GPT.trunk saves the streams under.
     """
     values = {f"value {i}": 0.0 for i in range(cfg.num_value_tables)}
@@ -867,13 +869,13 @@ def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
 
 def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    of_gates: tuple[list[float], list[float]] = ([], [])
-    for biases, gates in zip(of_gates, gate_table(cfg)):
+    gate_biases: tuple[list[float], list[float]] = ([], [])
+    for biases, gates in zip(gate_biases, gate_table(cfg)):
         for gate in gates:
             biases.extend(gate.columns * [gate.bias])
     return {
         "mudd": (list(MUDD_OUTPUTS.values()), list(lm_head_stream_biases(cfg).values())),
-        "mudd_gate": of_gates,
+        "mudd_gate": gate_biases,
     }
 
 
@@ -951,7 +953,7 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
         "scalars": ((len(scalars),), given_rows([scalars])),
         "smear_gate": ((1, GATE_DIM), zeros),
         "ve_gate_bank": ((num_value_gates, H, GATE_DIM), zeros),
-        "mudd_w1": ((2, mudd_dim, d), uniform(0.577, d)),  # Kaiming initialization
+        "mudd_w1": ((2, mudd_dim, d), uniform(0.577, d)),  # nn.Linear's default
         "mudd_w2": ((2, num_mudd_outputs, mudd_dim), zeros),
         "mudd_b2": ((2, num_mudd_biases), given_rows(biases["mudd"])),
         "mudd_gate_w1": ((2, gate_mlp_dim, d), uniform(0.577, d)),
@@ -1042,8 +1044,8 @@ class StepPlan(NamedTuple):
     def interval_ratio(self, interval: UpdateInterval) -> int:
         """Returns the present interval divided by the early one: 1, 2 or 4.
 
-        Adam raises its betas to this power and multiplies weight decay by it, so that a step still counts the
-        same.
+        Adam raises its betas to this power and multiplies weight decay by it, so that the averages' decay and
+        the weight decay per step stay about the same.
         """
         return self.steps_between(interval) // interval[0]
 
@@ -1061,7 +1063,7 @@ def untie_step(cfg: Config) -> int:
     return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
 
 
-def part_at(t: float, parts: tuple):
+def piecewise(t: float, parts: tuple):
     """Returns the value at t if the values divide 0 .. 1 into equal parts; 0 if `parts` is empty."""
     return parts[int(t * len(parts))] if parts else 0
 
@@ -1124,8 +1126,8 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
         mtp=mtp,
-        prefix=part_at(t, stage.prefix),
-        sampled_columns=part_at(t, stage.sampled_columns),
+        prefix=piecewise(t, stage.prefix),
+        sampled_columns=piecewise(t, stage.sampled_columns),
         late_updates=step >= cfg.late_updates_from,
         average_rates=average_rates(cfg, step),
         fp8_exact=step < FP8_EXACT_STEPS,
@@ -1330,9 +1332,6 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
     return map_tensors(moved, packed)
 
 
-# ---- Scalars, transposes, columns --------------------------------------------------------------------------
-
-
 @cache
 def device_scalar(value: float, device: torch.device) -> Tensor:
     """Returns a 0-d fp32 tensor, made once: on a GPU, each takes a launch."""
@@ -1342,43 +1341,6 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
 def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
     """Returns a number that changes by step as a 0-d CPU tensor, so that compiled code does not recompile."""
     return torch.tensor(value, dtype=dtype)
-
-
-@compiled
-def write_transpose(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to distinct `columns` (P,) int32 of out (n, m)."""
-    # On a GPU index_add_ uses atomics, which distinct columns do not need.
-    if out.is_cuda or torch.compiler.is_compiling():
-        out[:, columns.long()] += x
-    else:
-        out.index_add_(1, columns, x)
-
-
-# ---- What several kernels use ------------------------------------------------------------------------------
-
-# Tile sizes, warps and pipeline stages are defined before each launch. The tiles of matmuls fit a block's
-# shared memory: 99 KiB on consumer GPUs, 163 on the A100, 227 on the H100 and B200.
-# bench/gpu/h200/1_tiles.txt lists what was tried on one H200.
-
-
-@jit
-def load_fp32(ptrs, mask):
-    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
-def tile_offsets(rows, cols, M, N):
-    """Returns the offsets of these rows and columns in a matrix (M, N), and a mask of existing ones."""
-    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    return offs, (rows[:, None] < M) & (cols[None, :] < N)
 
 
 # ============================================================================================================
@@ -1429,9 +1391,10 @@ SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
 def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, next_batch: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
-    """Trains on one batch. Returns this rank's loss for the log: a weighted mean over targets, 0-d, on the
-    device. It is not comparable with a validation loss. Sampled columns lower it, as the softmax is over
-    fewer tokens. Prefixes lower it, as a missing target counts as 0. Losses on later tokens raise it.
+    """Trains on one batch. Returns this rank's loss for the log, 0-d, on the device: the mean over tokens of
+    the weighted mean of each token's targets. It is not comparable with a validation loss. Sampled columns
+    lower it, as the softmax is over fewer tokens. Prefixes lower it, as a missing target counts as 0. Losses
+    on later tokens raise it.
 
     `next_batch()` returns the next batch, or None. Its n-grams are fetched once their table is updated.
     """
@@ -1447,7 +1410,7 @@ def train_step(
     for micro_batch in batch.micro_batches:
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
-        loss, row_grads = model.graphs.run(
+        loss, looked_up_grads = model.graphs.run(
             forward_backward,
             host_state=optimizer.accumulate_flags(),
             model=model,
@@ -1458,8 +1421,8 @@ def train_step(
             fp8_operands=fp8_operands,
         )
         for param in optimizer.params.values():
-            param.end_backward()  # banks and lm_head add gradients from here on; tables always do
-        optimizer.add_row_grads(row_grads, segments, model.signs)
+            param.end_backward()  # from here on banks add to their gradients; the others do so already
+        optimizer.add_looked_up_grads(looked_up_grads, segments, model.signs)
         # The logged loss is a mean over tokens. Gradients are of the sum over tokens, averaged over
         # micro-batches by loss_weights.
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
@@ -1510,11 +1473,11 @@ def forward_backward(
         root_grads.append(pointer_out.dprobs)
     with traced("backward"):
         torch.autograd.backward(roots, root_grads)
-    row_grads = {}
+    looked_up_grads = {}
     for name, rows in looked_up.items():
         if rows.grad is not None:  # for n-grams it is None if no layer adds them
-            row_grads[name] = rows.grad
-    return loss, row_grads
+            looked_up_grads[name] = rows.grad
+    return loss, looked_up_grads
 
 
 def validate(
@@ -1575,7 +1538,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     profiler: torch.profiler.profile | None = None,
 ) -> dict:
-    """Trains from `start` on, against the clock. Returns the first of the log's closing lines, by name.
+    """Trains from `start` on, against the clock. Returns the log's first closing lines: values by name.
 
     The clock stops during validation and saving, while threads go on building batches.
     """
@@ -1613,9 +1576,9 @@ def train(
         bar.set_postfix_str(loss_text, refresh=False)
         bar.update()
         if checkpoints and done in checkpoints.steps:
-            with clock.paused() as ms:
+            with clock.paused() as stopped_ms:
                 losses.poll()
-                progress = Progress(done, ms, batch.position)._asdict()
+                progress = Progress(done, stopped_ms, batch.position)._asdict()
                 save_checkpoint(checkpoints.folder, checkpoints.task, progress, model, optimizer)
                 log.print0(
                     f"checkpoint: after step {done}; the same command with --resume {log.path} continues"
@@ -1666,8 +1629,8 @@ def warm_up(training: Training) -> None:
             loss = train_step(model, optimizer, batches.next(), batches.peek)
             AsyncLoss().push(plan.step, loss)  # allocates pinned memory
         if optimizer.ngrams:
-            # The table is not in `before`: zeros restore it. They also let the next range begin before the
-            # rows' last_update.
+            # The table is not in `before`: zeros restore it. They are needed after each range, because the
+            # next one may begin at an earlier step than last_update says.
             for t in optimizer.ngrams.state_dict().values():
                 t.zero_()
         optimizer.drop_grads()
@@ -1687,7 +1650,7 @@ def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
     if resumed:
         restore(resumed, training.model, training.optimizer)
         start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
-        resumed.clear()  # unmaps its files, which could not be removed over a network otherwise
+        resumed.clear()  # unmaps its files: mapped ones cannot be removed on a network drive
     # Garbage of building and warm-up is collected now, off the clock. What remains is not searched again.
     gc.collect()
     gc.freeze()
@@ -1763,16 +1726,16 @@ YARN_TURNS = (1, 32)  # turns in a window: below the first a frequency is stretc
 YARN_SCALE = 0.2  # a new window multiplies the softmax scale by 1 + YARN_SCALE * log(new / old window)
 
 
-class RotaryFamily(NamedTuple):
+class RotaryTables(NamedTuple):
     cos: Tensor  # (positions, head_dim / 4)
     sin: Tensor
     scale: Tensor  # softmax scale, 0-d: code with a float would recompile for each value
 
 
-def rotary_kind(layer: Layer) -> tuple:
-    """Returns all that rotary_family() reads of a layer. Layers of one kind share a family.
+def rotary_key(layer: Layer) -> tuple:
+    """Returns all that rotary_tables() reads of a layer. Layers of one kind share a family.
 
-    To add another embedding of positions, add a field of Layer, return it here, and branch in rotary_family()
+    To add another embedding of positions, add a field of Layer, return it here, and branch in rotary_tables()
     or, where queries and keys are rotated, in GPT.attention_branch and pair_heads(). shift_keys() needs a
     half that is not rotated.
     """
@@ -1834,7 +1797,7 @@ class GPT(nn.Module):
         self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
             self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
-        self.rotary: dict[tuple, RotaryFamily] = {}  # by rotary_kind()
+        self.rotary: dict[tuple, RotaryTables] = {}  # by rotary_key()
         self.rotary_stage = -1
         self.use_rotary(0)
         self.initialize(seed)
@@ -1861,8 +1824,7 @@ class GPT(nn.Module):
         cfg, device = self.cfg, self.device
         # N-grams that share a row of the table multiply it by different random signs: each sees the others'
         # shares as noise of mean zero (record 83).
-        width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
-        signs = torch.zeros(cfg.sign_rows, width, dtype=dtype_of(cfg.dtype), device=device)
+        signs = torch.zeros(cfg.sign_rows, cfg.hashed.width, dtype=dtype_of(cfg.dtype), device=device)
         self.register_buffer("signs", signs)
         # Each token's longest prefix. Until train() copies prefix_table() here, no token has one.
         self.longest_prefix = torch.full((cfg.padded_vocab,), -1, device=device)
@@ -1886,7 +1848,7 @@ class GPT(nn.Module):
 
         A table of tokens gives each token's row, (T, ...); bigram_embed or the n-grams give sums of rows, (T,
         width). In training, rows of n-grams are in NgramTable.cache, and the backward leaves gradients in the
-        `grad` of what the layers have read; add_row_grads() adds these gradients to the tables. Outside
+        `grad` of what the layers have read; add_looked_up_grads() adds these gradients to the tables. Outside
         training, rows of n-grams are fetched here.
         """
         found = {self.ngram_key: self.ngram_sums(micro_batch, training)}
@@ -2111,7 +2073,7 @@ class GPT(nn.Module):
         sequence: cu_seqlens and max_seqlen. Like the window, they count T tokens, or 2T rows of paired heads.
         """
         layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
-        cos, sin, softmax_scale = self.rotary[rotary_kind(layer)]
+        cos, sin, softmax_scale = self.rotary[rotary_key(layer)]
         qk, v = self.queries_keys_values(layer, h, w)  # (T, 2, H, Dq), (T, H, Dv)
         if layer.attention == "paired":
             q, k, values = pair_heads(qk, v, cos, sin)
@@ -2340,14 +2302,14 @@ class GPT(nn.Module):
         """
         if stage == self.rotary_stage:
             return
-        kinds = {rotary_kind(layer): layer for layer in self.cfg.layers if layer.attention}
+        kinds = {rotary_key(layer): layer for layer in self.cfg.layers if layer.attention}
         for kind, layer in kinds.items():
-            new = self.rotary_family(stage, layer)
+            new = self.rotary_tables(stage, layer)
             family = self.rotary.setdefault(kind, new)
             torch._foreach_copy_([*family], [*new])
         self.rotary_stage = stage
 
-    def rotary_family(self, stage: int, layer: Layer) -> RotaryFamily:
+    def rotary_tables(self, stage: int, layer: Layer) -> RotaryTables:
         """Computes cos, sin and the softmax scale for this kind of layer, adapted at each change of its
         window so far.
 
@@ -2371,7 +2333,7 @@ class GPT(nn.Module):
         positions = torch.arange(2 * self.max_tokens, dtype=freq.dtype, device=device)
         angles = positions[:, None] * freq
         dtype = dtype_of(cfg.dtype)
-        return RotaryFamily(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
+        return RotaryTables(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
 
 
 def small_mlp(u: Tensor, w1: Tensor | None, w2: Tensor | None, biases: Tensor) -> Tensor:
@@ -2388,6 +2350,24 @@ def small_mlp(u: Tensor, w1: Tensor | None, w2: Tensor | None, biases: Tensor) -
 # ============================================================================================================
 # 8  Linear: products with a bank's matrices, whose backwards write the weights' gradients into main_grad
 # ============================================================================================================
+
+
+@compiled
+def write_transpose(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to distinct `columns` (P,) int32 of out (n, m)."""
+    # On a GPU index_add_ uses atomics, which distinct columns do not need.
+    if out.is_cuda or torch.compiler.is_compiling():
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
 
 
 def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], accumulate: Tensor) -> None:
@@ -2538,8 +2518,8 @@ def weighted_sum(terms: Sequence[Term]) -> Tensor:
     """Sums scales times streams (T, d), from left to right.
 
     A scale is one number per token, (T, 1) or (1, 1); None means 1. Streams may have other shapes, such as
-    groups of channels (T, groups, d / groups), with scales that broadcast to them. With scales of the stream,
-    a layer's output, x0 and the n-grams, each layer can draw on the input again (record 9).
+    groups of channels (T, groups, d / groups), with scales that broadcast to them. With learned scales
+    of the stream, of its own output, of x0 and of the n-grams, a layer can use the input again (record 9).
     """
     if not use_eager_form(terms[0][1]):
         # Sum term by term, but with WeightedSum's backward: autograd's would store another copy of dy, in the
@@ -2778,7 +2758,9 @@ def by_position(rows: Tensor, like: Tensor) -> Tensor:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
 ) -> Tensor:
-    """Computes dense_attention by FlashAttention. It takes heads of one width, so narrow ones get zeros."""
+    """Computes dense_attention by FlashAttention, which needs q, k and v of one width: narrower ones are
+    padded with zeros.
+    """
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
     v_dim = v.size(-1)
@@ -2803,15 +2785,15 @@ E4M3_MAX = 448.0  # more digits, for activations and weights
 E5M2_MAX = 57344.0  # more range, for gradients
 
 # The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum. The largest e4m3
-# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Gradients of
-# logits have the scale FP8_DLOGITS_SCALE times loss_share().
+# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: rounding large ones does no harm, because
+# the softcap flattens them. Gradients of logits have the scale FP8_DLOGITS_SCALE times loss_share().
 FP8_HEAD_X_SCALE = 100 / E4M3_MAX
 FP8_HEAD_W_SCALE = 2 / E4M3_MAX
 FP8_DLOGITS_SCALE = 0.75 / 8 / E4M3_MAX  # record 92's, although the gradients are e5m2
 
 # The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
 # width, 27.7 for 768. The other scales are delayed: margin * maximum of the previous step / the format's
-# largest number. From step to step, activations change more than gradients, and weights change less.
+# largest number. The margins differ, because from step to step activations change most, and weights least.
 FP8_MLP_H_SCALE = 2**-4
 FP8_MLP_DY_SCALE = 2**-6
 FP8_ACT_MARGIN = 1.80
@@ -2822,17 +2804,18 @@ FP8_MIN_AMAX = 1e-12  # lower bound of weights' maxima; square and da with a low
 
 
 # Where FP8Operands.scales holds the scale of each tensor. Rows: the input, the weight and the result of
-# relu_square_fp8. Columns: its forward and backward.
+# relu_square_fp8. Columns: its forward, with fc, and its backward, with proj.
 INPUT, WEIGHT, RESULT = 0, 1, 2
+FORWARD, BACKWARD = 0, 1
 FP8_SCALE_PLACES = {
-    "h": (INPUT, 0),
-    "dy": (INPUT, 1),
-    "fc": (WEIGHT, 0),
-    "proj": (WEIGHT, 1),
-    "square": (RESULT, 0),
-    "da": (RESULT, 1),
+    "h": (INPUT, FORWARD),
+    "dy": (INPUT, BACKWARD),
+    "fc": (WEIGHT, FORWARD),
+    "proj": (WEIGHT, BACKWARD),
+    "square": (RESULT, FORWARD),
+    "da": (RESULT, BACKWARD),
 }
-# For kernels: offsets of these rows in FP8Operands.scales, in units of SCALE_STEP. A row has two scales.
+# For kernels: where the rows WEIGHT and RESULT begin in FP8Operands.scales, in units of SCALE_STEP.
 WEIGHT_ROW_AT = tl.constexpr(2 * WEIGHT)
 RESULT_ROW_AT = tl.constexpr(2 * RESULT)
 
@@ -2876,6 +2859,23 @@ def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
 def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns to_fp8() of x (..., n, m) and of its transpose."""
     return to_fp8(x, scale, dtype), to_fp8(x.mT, scale, dtype)
+
+
+# Tile sizes, warps and pipeline stages are defined before each launch. The tiles of matmuls fit a thread
+# block's shared memory: 99 KiB on consumer GPUs, 163 on the A100, 227 on the H100 and B200.
+# bench/gpu/h200/1_tiles.txt lists what was tried on one H200.
+
+
+@jit
+def load_fp32(ptrs, mask):
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def tile_offsets(rows, cols, M, N):
+    """Returns the offsets of these rows and columns in a matrix (M, N), and a mask of existing ones."""
+    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return offs, (rows[:, None] < M) & (cols[None, :] < N)
 
 
 @jit
@@ -2963,8 +2963,9 @@ def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_a
 
     Writes FP8Operands.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F) to `out`, and their scales to
     `scales` (mlps, 3, 2, 1, 1). A scale comes from the maximum in the previous step, `previous_amax` (mlps,
-    2), with room for growth. Where previous_amax is 0, the scale is exact, rounded to the bank's dtype
-    (compiled code may skip that rounding). This step's maxima then replace previous_amax.
+    2), with room for growth. Where previous_amax is 0, the scale is this step's maximum / E4M3_MAX,
+    without a margin, rounded to the bank's dtype (compiled code may skip that rounding). This step's maxima
+    then replace previous_amax.
     """
     weights = bank.unflatten(0, (-1, 2))
     amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_MIN_AMAX)
@@ -3084,9 +3085,9 @@ class MLP(torch.autograd.Function):
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     """Returns relu(h fc^T)^2, (T, F), for h (T, d) and fc (F, d). Its gradient is written by hand.
 
-    Another activation needs no gradient by hand. In GPT.mlp_branch, write
-    linear(act(linear(h, fc)), proj, transposed=True), and run with --set fp8_mlp=false bf16_mlp=false. That
-    line has neither FP8 nor bf16_mlp, so the tests of FP8's MLPs fail.
+    To try another activation without writing its gradient, put
+    linear(act(linear(h, fc)), proj, transposed=True) into GPT.mlp_branch, and run with --set fp8_mlp=false
+    bf16_mlp=false. That line has neither FP8 nor bf16_mlp, so the tests of FP8's MLPs fail.
 
     A gradient by hand takes less memory. The activation must be 0 for negative inputs and rise for positive
     ones, because relu_square_grad gets only the output. Edit relu_square and relu_square_grad; with FP8, also
@@ -3118,21 +3119,21 @@ def relu_square_fp8(a8: Tensor, fp8: FP8Operands, square8: Tensor | None = None)
     in e5m2. Either is (T, F), with its transpose (F, T), and is first rounded to bf16. fp8.amax keeps the
     larger of its entry and the result's maximum.
     """
-    backward = int(square8 is not None)
-    a_scale, w_scale, out_scale = fp8.scales[:, backward]
-    product = a8.float() @ fp8.weights[backward].float().T * (a_scale * w_scale)
+    column = FORWARD if square8 is None else BACKWARD
+    a_scale, w_scale, out_scale = fp8.scales[:, column]
+    product = a8.float() @ fp8.weights[column].float().T * (a_scale * w_scale)
     if square8 is None:
         result = product.bfloat16().relu_().square()
     else:
-        square = square8.float() * fp8.scales[RESULT, 0]
+        square = square8.float() * fp8.scales[RESULT, FORWARD]
         result = (product * square.sqrt_().mul_(2)).bfloat16()
-    amax = fp8.amax.view(-1)[2 * fp8.i + backward]
+    amax = fp8.amax.view(-1)[2 * fp8.i + column]
     amax.copy_(torch.maximum(amax, result.abs().max()))
     return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
 
 
 @jit
-def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
+def matmul_tile(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
     """Returns the tile at `rows` and `cols` of a b^T, for a (M, K) and b (N, K), summed in fp32.
 
     Rows beyond M and N wrap around, so loads stay inside a and b. The caller's mask drops their products.
@@ -3184,12 +3185,12 @@ def relu_square_kernel(
     i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
     rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    product = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
+    product = matmul_tile(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        # Rows of `scales`: a, b, result. Columns: forward, backward. `square` has the scale of the forward's
-        # result.
+        # Rows of `scales` belong to a, b and the result, columns to the forward and the backward. `square`
+        # has the scale of the forward's result.
         scale = scales if square is None else scales + SCALE_STEP
         product *= tl.load(scale) * tl.load(scale + WEIGHT_ROW_AT * SCALE_STEP)
     if square is None:
@@ -3258,11 +3259,11 @@ def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 def triton_relu_square_fp8(
     a8: Tensor, fp8: FP8Operands, square8: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    backward = int(square8 is not None)
-    w8 = fp8.weights[backward]
+    column = FORWARD if square8 is None else BACKWARD
+    w8 = fp8.weights[column]
     out = a8.new_empty(len(a8), len(w8))
     out_T = a8.new_empty(len(w8), len(a8))
-    fp8_args = FP8Args(out_T, fp8.scales, fp8.scales.stride(1), fp8.amax, 2 * fp8.i + backward)
+    fp8_args = FP8Args(out_T, fp8.scales, fp8.scales.stride(1), fp8.amax, 2 * fp8.i + column)
     launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
     return out, out_T
 
@@ -3317,8 +3318,8 @@ def mix_with_pointer_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
     """Returns gradients of the loss -weight log p, given weight / p. Also called by the kernel.
 
     dp_copy, dp_sink: with respect to p_copy and p_sink. dz_gate: with respect to the gate column's z.
-    softmax_weight: times the softmax without the gate's column it is dz in every column but the gate's,
-    before dz_at_first is subtracted in the target's column.
+    In every column but the gate's, dz is softmax_weight times the softmax without the gate's column; in the
+    target's column dz_at_first is then subtracted.
     """
     dp_copy = -weight_over_p * gate
     dz_gate = -weight_over_p * gate_slope
@@ -3733,15 +3734,14 @@ class Pointer(torch.autograd.Function):
     def forward(ctx, q, k, sink_scores, micro_batch, window, backend):
         probs, lse = backend.pointer(PointerInputs(q, k, sink_scores), micro_batch, window)
         ctx.save_for_backward(q, k, sink_scores, probs, lse)
-        ctx.rest = micro_batch, window, backend
+        ctx.micro_batch, ctx.window, ctx.backend = micro_batch, window, backend
         return probs
 
     @staticmethod
     def backward(ctx, dprobs):
         q, k, sink_scores, probs, lse = ctx.saved_tensors
-        micro_batch, window, backend = ctx.rest
         inputs = PointerInputs(q, k, sink_scores)
-        grads = backend.pointer_grad(inputs, micro_batch, window, probs, lse, dprobs)
+        grads = ctx.backend.pointer_grad(inputs, ctx.micro_batch, ctx.window, probs, lse, dprobs)
         return grads.q, grads.k, grads.sink_scores, None, None, None
 
 
@@ -3886,7 +3886,8 @@ def triton_pointer_grad(
 
 
 # ============================================================================================================
-# 13  Row sums
+# 13  Row sums. In the forward, gather_rows sums the rows that a position looks up. In the backward,
+#     segment_sum_rows sums the positions' gradients by row.
 # ============================================================================================================
 
 
@@ -3984,7 +3985,7 @@ def triton_segment_sum_rows(
 
 
 # ============================================================================================================
-# 14  Backend
+# 14  Backend. It chooses among the forms of operations.
 # ============================================================================================================
 
 
@@ -4025,8 +4026,8 @@ assert KERNELS.keys() == set(typing.get_args(Kernel))
 def select_backend(cfg: Config, device: torch.device) -> Backend:
     """Returns the implementations that the config names. Activates FlashAttention-3 if it is one of them.
 
-    Raises UserError for the first setting that cannot be honoured here, and says what to set instead. Only
-    cfg.bf16_mlp is silently ignored, except for fp32 MLPs in plain torch on a CPU with AMX.
+    Raises UserError for the first setting that cannot be honoured here, and says what to set instead. But
+    cfg.bf16_mlp raises no error: it takes effect only for fp32 MLPs in plain torch on a CPU with AMX.
     """
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
@@ -4129,7 +4130,8 @@ class CUDAGraphs:
 
 
 # ============================================================================================================
-# 15  Collectives. They are asynchronous: each returns a Pending, whose wait() returns the result.
+# 15  Collectives. Those of tensors are asynchronous: each returns a Pending, whose wait() returns the result.
+#    barrier() and from_rank_0() block.
 # ============================================================================================================
 
 
@@ -4239,9 +4241,9 @@ class Collectives:
 #
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       LMHead.add_product, BankMatrix's            Optimizer.add_row_grads
+#    backward       LMHead.add_product, BankMatrix's            Optimizer.add_looked_up_grads
 #                   deliver_grad, autograd for small ones; then
-#                   end_backward; then add_row_grads of embeddings
+#                   end_backward; then add_looked_up_grads of embeddings
 #    scatter        scatter: the mean over ranks begins         scatter
 #    update         update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: rows for the next steps
@@ -4301,14 +4303,14 @@ class Optimizer:
 
     @traced("rows")
     @torch.no_grad()
-    def add_row_grads(
-        self, row_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor
+    def add_looked_up_grads(
+        self, looked_up_grads: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor
     ) -> None:
         """Adds to tables' main_grads the gradients (T, ...) of what a micro-batch's positions have looked up.
 
         signs: the model's signs, by which rows of bigrams and n-grams were multiplied.
         """
-        for name, grads in row_grads.items():
+        for name, grads in looked_up_grads.items():
             table = self.trainables[name]
             self.backend.segment_sum_rows(table.main_grad, grads, segments[table.rows_by], signs)
 
@@ -4453,9 +4455,9 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
 
 
 class RunningAverage(NamedTuple):
-    """Holds the running average of a parameter's block that a row of Config.averages asks for."""
+    """Holds the running average of a parameter's block that an entry of Config.averages asks for."""
 
-    number: int  # the row's index, also in StepPlan.average_rates
+    number: int  # its place in Config.averages and in StepPlan.average_rates
     spec: WeightAverage
     value: Tensor
 
@@ -4741,7 +4743,7 @@ PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam
 # ============================================================================================================
 # 18  Update rules. They update one block in place, in at least fp32. Only ANVIL's orthogonalization and its
 #    product with NorMuon's scales are in Config.bank_dtype. To add a rule, write init, update and, for small
-#    parameters, muls; add an entry to UPDATE_RULES; and name the entry in rows of PARAMS. A bank's block is
+#    parameters, muls; add an entry to UPDATE_RULES; and name it in entries of PARAMS. A bank's block is
 #    whole matrices; a block of lm_head or an embedding is some of the rows.
 # ============================================================================================================
 
@@ -4749,7 +4751,7 @@ PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam
 class UpdateRule(NamedTuple):
     """Holds the functions with which an optimizer updates one block of a parameter.
 
-    The gradient is the loss's, summed over tokens and over the steps since the last update, and averaged over
+    Gradients are of the loss, summed over tokens and over the steps since the last update, and averaged over
     micro-batches and ranks. ANVIL keeps the lower 16 bits of a bf16 block's fp32 numbers in its state
     (split_mantissa); Adam rounds to the block's dtype.
 
@@ -5071,12 +5073,13 @@ UPDATE_RULES = {
 # Segments say which positions of a micro-batch have read a row. RowRoutes say which rank gets its gradient.
 # A row's gradient, for example one of value_embeds, travels like this:
 #
-#   thread that       make_segments            which rows each micro-batch reads, and at which positions
-#   builds batches    route_rows               tells every owner which of its rows are touched
-#   each backward     Optimizer.add_row_grads  adds the positions' gradients to their rows of main_grad
-#   scatter           reduce_row_grads         sends the touched rows of main_grad unchanged; the owner sums
-#                                              them in fp32, in rank order, in its block of main_grad
-#   update            ShardedParam.update      Adam; then clear() zeroes the means' rows of main_grad
+#   thread that       make_segments                  which rows each micro-batch reads, at which positions
+#   builds batches    route_rows                     tells every owner which of its rows are touched
+#   each backward     Optimizer.add_looked_up_grads  adds positions' gradients to their rows of main_grad
+#   scatter           reduce_row_grads               sends the touched rows of main_grad, unchanged; the owner
+#                                                    sums them in fp32, in rank order, in its block of
+#                                                    main_grad
+#   update            ShardedParam.update            Adam; then clear() zeroes the means' rows of main_grad
 #
 #       4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
@@ -5086,9 +5089,10 @@ UPDATE_RULES = {
 #       mean               row 0 = g0[0] / 2           row 2 = 0
 #                          row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
 #
-# The owner's sum has main_grad's dtype, and is then divided by the number of ranks. If the dtype is fp32, or
-# the number of ranks is a power of 2, the mean has the same bits as the dense exchange with reduction=fp32,
-# rounded to that dtype. Otherwise, in bf16, the division rounds once more. Section 20 has what n-grams add.
+# The owner's fp32 sum is rounded to main_grad's dtype, and then divided by the number of ranks. If the dtype
+# is fp32, or the number of ranks is a power of 2, the mean has the same bits as the dense exchange with
+# reduction=fp32, rounded to that dtype. Otherwise, in bf16, the division rounds once more. Section 20 has
+# what n-grams add.
 # ============================================================================================================
 
 
@@ -5204,8 +5208,8 @@ def reduce_row_grads(
 # 1. While earlier steps train, the thread that builds batches hashes n-grams to rows (hash_ngrams), finds the
 #    distinct rows (make_segments), and tells their owners (route_interval).
 # 2. start_fetch: owners send these rows, which are stored at slots of `cache`.
-# 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_row_grads adds
-#    their gradients to main_grad, at the same slots.
+# 3. Each forward sums rows of `cache` (GPT.ngram_sums). After each backward Optimizer.add_looked_up_grads
+#    adds their gradients to main_grad, at the same slots.
 # 4. scatter, after the last step: gradients go to the owners, which take their means in rank order.
 # 5. update: owners change their rows by row_adam. Then 2 is repeated for the next interval.
 #
@@ -5279,8 +5283,8 @@ def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
     numbers = np.zeros_like(tokens)
     for length in COPY_LENGTHS:
         spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
-        by_span = np.argsort(spans, kind="stable")
-        earlier, later = by_span[:-1], by_span[1:]
+        span_order = np.argsort(spans, kind="stable")
+        earlier, later = span_order[:-1], span_order[1:]
         found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
         earlier, later = earlier[found], later[found]
         numbers[later] = (tokens[earlier + 1] + 1) * HASH_MULTIPLIER + length
@@ -5366,11 +5370,11 @@ def route_ngrams(comm: Collectives, row_ids: np.ndarray) -> tuple[RowRoutes, Ten
     Also returns the slot, (n,) int32, of each of row_ids: its place in the order of the routes.
     """
     owners = row_ids % comm.world_size
-    by_owner = np.argsort(owners.astype(np.uint16), kind="stable")  # NumPy sorts 16 bits by radix
+    owner_order = np.argsort(owners.astype(np.uint16), kind="stable")  # NumPy sorts 16 bits by radix
     slots = np.empty(len(row_ids), np.int32)
-    slots[by_owner] = np.arange(len(row_ids), dtype=np.int32)
-    row_ids = row_ids[by_owner]
-    routes = route_rows(comm, "ngrams", row_ids, owners[by_owner], row_ids // comm.world_size)
+    slots[owner_order] = np.arange(len(row_ids), dtype=np.int32)
+    row_ids = row_ids[owner_order]
+    routes = route_rows(comm, "ngrams", row_ids, owners[owner_order], row_ids // comm.world_size)
     return routes, int32(slots)
 
 
@@ -5601,7 +5605,7 @@ class ShardHeader(NamedTuple):
 
 def read_header(path: Path) -> ShardHeader:
     """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
-    require(path.is_file(), f"{path}: no file; remove it")
+    require(path.is_file(), f"{path}: not a regular file; remove it")
     words = np.fromfile(path, dtype="<i4", count=256).tolist()
     require(
         len(words) == 256
@@ -5739,9 +5743,9 @@ def cu_seqlens_capacity(tokens: int) -> int:
     """Returns a length for cu_seqlens that is enough for most micro-batches of this size, so that its shape
     seldom changes.
 
-    The numbers are for the record's stages. No result depends on them.
+    No result depends on it.
     """
-    return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
+    return max(64, padded(tokens // 384, 32))
 
 
 def make_micro_batch(
@@ -5761,9 +5765,7 @@ def make_micro_batch(
         size = padded(len(starts) + 1, 128)
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
-    # Rows of bigram_embed are hashed like those of a table of n-grams with one order.
-    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows, cfg.bos_id)
+    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], cfg.hashed, cfg.sign_rows, cfg.bos_id)
     return MicroBatch(
         inputs=int32(tokens[:-1]),
         targets=int32(tokens[1:]).long(),
@@ -5885,7 +5887,7 @@ class TrainLoader:
             self.is_partial = False
         raise UserError(
             f"no training shard holds a batch of {batch_tokens:,} tokens, with documents truncated to "
-            f"{max_doc_len:,}; add larger shards, or with more documents, or lower batch_tokens"
+            f"{max_doc_len:,}; add shards that are larger or have more documents, or lower batch_tokens"
         )
 
     def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
@@ -5965,8 +5967,8 @@ class Prefetcher:
     def _build(self, plan: StepPlan) -> Batch:
         """Builds an unpacked batch, with the routes of all tables that it updates except the n-grams."""
         loaded = self.loader.micro_batches(plan)
-        shares = [weight / len(loaded) for weight in plan.loss_weights]
-        loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
+        share = loss_share(self.cfg, self.comm.world_size)
+        loss_weights = share * torch.tensor(plan.loss_weights, dtype=acc_dtype(self.cfg))
         micro_batches = []
         for micro_batch in loaded:
             segments = {name: make(micro_batch) for name, make in SEGMENT_MAKERS.items()}
@@ -6248,7 +6250,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=positive_int,
         nargs="?",
         const=8,
-        help="trace the four steps after this one (alone: 8)",
+        metavar="N",
+        help="trace the four steps after step N (without N: 8)",
     )
     parser.add_argument(
         "--check", type=positive_int, help="say whether that many processes could run this here"
@@ -6321,10 +6324,10 @@ def check_sizes(cfg: Config) -> None:
         "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
     )
     orders = cfg.ngrams.orders
-    are_orders = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
+    orders_ok = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
     require(
-        are_orders and cfg.ngrams.rows_per_token * cfg.ngrams.rows_per_order < 2**31,
-        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows, contexts' too",
+        orders_ok and cfg.ngrams.rows_per_token * cfg.ngrams.rows_per_order < 2**31,
+        "ngrams.orders: give distinct numbers from 2 on; and fewer than 2^31 rows, contexts' too",
     )
     contexts = cfg.ngrams.contexts
     require(len(set(contexts)) == len(contexts), "ngrams.contexts: name each context once")
@@ -6339,14 +6342,17 @@ def check_layers(cfg: Config) -> None:
     """Checks that each layer has what its parts need, and that the skip goes to a later layer."""
     for i, layer in enumerate(cfg.layers):
         is_plain = layer.attention == "plain"
-        of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
+        needs_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
         name = f"layers.{i}"
         require(
             is_plain or not (layer.key_shift or layer.xsa), f"{name}: key_shift and xsa need attention=plain"
         )
-        has_half = not (layer.key_shift and layer.narrow_qk)
-        require(has_half, f"{name}: key_shift moves the half that is not rotated; narrow_qk has none")
-        can_attend = layer.attention or not of_attention
+        key_shift_ok = not (layer.key_shift and layer.narrow_qk)
+        require(
+            key_shift_ok,
+            f"{name}: key_shift moves the half of a key that is not rotated; narrow_qk leaves none",
+        )
+        can_attend = layer.attention or not needs_attention
         require(can_attend, f"{name}: gate, value, narrow_qk and narrow_v need attention=plain or paired")
         require(layer.value or not layer.mudd, f"{name}: mudd needs value=true")
     require(sum(layer.mudd for layer in cfg.layers) <= 1, "layers.*.mudd: only one layer can have it")
@@ -6491,7 +6497,7 @@ def describe_commit(script: Path, source: bytes) -> str:
         # Prints "MODE blob HASH NAME" or nothing. Without ./ a name that begins with a colon would be a
         # pattern.
         committed = git("ls-tree", "HEAD", f"./{script.name}")
-    except subprocess.CalledProcessError:  # git is not installed, or there is no commit
+    except subprocess.CalledProcessError:  # there is no commit, or no git, which env reports
         return "unknown"
     algorithm = "sha1" if len(commit) == 40 else "sha256"
     if hashlib.new(algorithm, b"blob %d\0" % len(source) + source).hexdigest() in committed:

@@ -304,7 +304,7 @@ PHASE_OF = [
     (tg.GPT, "forward", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
     (torch.autograd, "backward", "backward"),
-    (tg.Optimizer, "add_row_grads", "rows"),
+    (tg.Optimizer, "add_looked_up_grads", "rows"),
     (tg.Optimizer, "step", "optimizer"),
     (tg.NgramTable, "start_fetch", "n-grams"),
     (tg.NgramTable, "scatter", "n-grams"),

@@ -39,7 +39,7 @@ class WholeTable(tg.NgramTable):
     def do_nothing(self, *_):
         pass
 
-    start_fetch = add_row_grads = clear = do_nothing
+    start_fetch = add_looked_up_grads = clear = do_nothing
 
     def fetch(self, rows):
         return self.block[: len(rows)]
