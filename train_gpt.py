@@ -62,12 +62,12 @@ products M, N and K are the product's sizes; in the pointer's kernels D is point
 torch.nn.functional. docs/glossary.md explains the terms.
 
 The stream is the residual stream. It begins as x0, the smeared and normed token embeddings; if layer 0 has
-`ngram`, a gated share of the n-grams' sum is added before it. A bank is a stack of matrices of equal shape. A
-rank's block is the part of a parameter that the rank updates. The touched rows of a table are those that
-batches have looked up since the table's last update. A tick moves a running average of a parameter towards
-the parameter; it happens after certain steps only. ANVIL, a descendant of Muon, is the optimizer of the banks
-(section 18). MUDD (section 7) mixes earlier streams into later ones, with weights that small MLPs compute per
-token. Up to the untie step the token embedding embed is the transpose of lm_head.
+`ngram`, a gated share of the n-grams' sum is added to x0 before that layer. A bank is a stack of matrices of
+equal shape. A rank's block is the part of a parameter that the rank updates. The touched rows of a table are
+those that batches have looked up since the table's last update. A tick moves a running average of a parameter
+towards the parameter; it happens after certain steps only. ANVIL, a descendant of Muon, is the optimizer of
+the banks (section 18). MUDD (section 7) mixes earlier streams into later ones, with weights that small MLPs
+compute per token. Up to the untie step the token embedding embed is the transpose of lm_head.
 """
 
 from __future__ import annotations
@@ -161,10 +161,10 @@ Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
 # (early, late): the number of steps from one update to the next, before Config.late_updates_from and from
 # that step on. Gradients are summed in between. The betas and decay of Adam and of the n-grams are stated for
-# the early interval; ANVIL ignores the interval.
+# the early interval; ANVIL's are not adapted to the interval.
 #
 # Updating Adam's parameters every second step halves the embeddings' traffic and hardly changes the loss
-# (PR 136). Late in a run every fourth step is enough for value_embeds and the n-grams (PR 360). Gradients of
+# (PR 136). Later every fourth step is enough for value_embeds and the n-grams (PR 360). Gradients of
 # the run's last steps are lost if no update follows.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 UPDATE_PERIOD = 4  # every interval divides it, so no gradient awaits its update after a multiple of it
@@ -223,8 +223,9 @@ LAYERS = (
 #   layer 7         no attention, no MLP; then x is "backout"
 #   layer 8         attention of norm("backout"), two MLPs of norm(x)
 #   layer 9         no attention; MLP
-#   layer 10        MUDD replaces x by a weighted sum of x, "first" and "backout", and adds another to the
-#                   values; attention of norm("backout"), with whose output MUDD adds "first" and "ngram"; MLP
+#   layer 10        MUDD adds x, "first" and "backout" to the values, then replaces x by a sum of the three,
+#                   each with its own weights; attention of norm("backout"), with whose output MUDD adds
+#                   "first" and "ngram"; MLP
 #   lm_head         norm(x + the sum of lm_head_streams, each times weights per token and group of channels)
 
 
@@ -272,8 +273,9 @@ class ParamSpec:
     # Where the gradient comes from:
     #   small      autograd. Small parameters with equal optimizer, betas, dtype, update_every and reduction
     #              are exchanged and updated as one vector. GPT's methods read them as self.NAME.
-    # Our own code writes the gradients of the other kinds to main_grad. Where autograd records, GPT's methods
-    # must not read these parameters as self.NAME:
+    # Our own code writes the gradients of the other kinds to main_grad (the banks' only with
+    # Config.main_grad), and autograd does not see these parameters. So GPT's methods read them only where the
+    # following says:
     #   head       lm_head. In training only head_loss_and_grad() reads it.
     #   bank       a stack of matrices, padded so that each rank owns the same number. GPT.layer_weights()
     #              gives them to the layers; the backward of each product writes the gradient.
@@ -354,7 +356,7 @@ class WeightAverage:
     """
 
     params: tuple[str, ...]  # names of banks, tables and lm_head; those that the model lacks are ignored
-    window: Steps  # number of last steps in which the average ticks; 0: no average
+    window: Steps  # the average ticks only in so long an end of the run; 0: none
     # Each tick moves the average by this share towards the parameter; the first tick is a copy. With
     # 2 / (n + 1) the average is about the mean of the last n ticks.
     rate: TickRate
@@ -395,8 +397,7 @@ class Ngrams:
     orders: tuple[int, ...] = ()  # 2: bigrams. With any order, bigram_embed does not exist
     rows_per_order: Annotated[int, 2, 2**31 - 1] = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
-    # bf16 has 8 significant bits, so an update below about 1/512 of a weight is rounded away.
-    dtype: DType = "bfloat16"
+    dtype: DType = "bfloat16"  # which rounds small updates away (section 18)
     update_every: UpdateInterval = (2, 4)
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment over one early interval of update_every
@@ -512,7 +513,7 @@ class Config:
         Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05),
               sampled_columns=(10240,)),
         Stage(378, 393216, 3072, Windows(5, 11), 1.73, sampled_columns=(14336, 14336, 24576)),
-        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793),  # 1.73 * sqrt(20 / 24)
+        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793),  # 1.73 * sqrt(327680 / 393216)
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
@@ -523,7 +524,7 @@ class Config:
     cooldown_frac: Fraction = 0.80
     # ---- Numbers of steps that fit the stages above. They do not change with the stages: if you edit the
     # stages' steps, keep these at the same share of the run. `--set length` rescales both.
-    late_updates_from: Steps = 336  # the first step with the late interval of every update_every
+    late_updates_from: Steps = 336  # from this step on every update_every is its second number
     # ANVIL's momentum rises from min to max (below), and falls again at the end. While the loss falls fast,
     # old gradients mislead (record 9).
     momentum_warmup: Steps = 240  # steps from min to max
@@ -801,7 +802,7 @@ class Gate(NamedTuple):
     use: str
     layer: int
     columns: int  # 1, or one per head
-    bias: float  # initial bias, in units of GATE_SCALE: 10 is an open gate
+    bias: float  # initial; times GATE_SCALE it is the initial gate, so 10 is an open one
 
 
 def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
@@ -1100,7 +1101,8 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     - if the forward or the backward reads it and it has few values, also pass it to forward_backward():
       CUDAGraphs captures a graph for each value;
     - if it has many values, make it a tensor of MicroBatch, like loss_weights;
-    - if GPT.trunk reads it as a size or a Python number, name it in trunk's `dynamic`;
+    - if GPT.trunk reads it as a size or a Python number, make it an argument of trunk, and add it to
+      DYNAMIC_ARGUMENTS;
     - if a new value needs a new compilation, add it to `kind` in warmup_ranges().
     """
     starts = cfg.stage_starts
@@ -1233,24 +1235,15 @@ def traced(label: str):
 
 
 COMPILER: Callable | None = None  # compiles a function; None: functions run as written
-# compiled() fills both sets.
-DYNAMIC_ARGUMENTS: set[str] = set()  # names of arguments that are dynamic in every compiled function
-WITHOUT_AUTOTUNING: set[str] = set()  # names of functions
+# Names of arguments, in every compiled function, whose sizes and numbers may vary without a new graph.
+DYNAMIC_ARGUMENTS = ("looked_up", "sequence", "windows")
+# Functions whose kernels Inductor does not benchmark. It would do so on copies of what they change: for this
+# one the whole table of n-grams, 16 GB on each of 8 GPUs.
+WITHOUT_AUTOTUNING = ("row_adam_update",)
 
 
-def compiled(
-    function: Callable | None = None, dynamic: Sequence[str] = (), autotune: bool = True
-) -> Callable:
-    """Decorates a function so that COMPILER compiles it, if there is a COMPILER.
-
-    dynamic: arguments whose sizes and numbers may vary without a new graph. autotune=False: Inductor does not
-    benchmark kernels on copies of their arguments.
-    """
-    if function is None:
-        return partial(compiled, dynamic=dynamic, autotune=autotune)
-    DYNAMIC_ARGUMENTS.update(dynamic)
-    if not autotune:
-        WITHOUT_AUTOTUNING.add(function.__name__)
+def compiled(function: Callable) -> Callable:
+    """Decorates a function so that COMPILER compiles it, if there is a COMPILER."""
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -1379,13 +1372,6 @@ class MicroBatch(NamedTuple):
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: columns of the head; None: all
     # (losses,), acc_dtype: this micro-batch's share of StepPlan.loss_weights
     loss_weights: Tensor | None = None
-
-
-# Functions that make the Segments of the rows that a micro-batch looks up, by ParamSpec.rows_by.
-SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
-    "inputs": lambda micro_batch: make_segments(micro_batch.inputs),
-    "hashed_rows": lambda micro_batch: make_segments(micro_batch.hashed_rows, micro_batch.sign_ids),
-}
 
 
 def train_step(
@@ -1721,27 +1707,6 @@ Term = tuple[Tensor | None, Tensor]
 Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, columns) if constant
 
 
-ROTARY_BASE = 1024  # before YaRN, the longest wavelength is 2 pi times this many positions
-YARN_TURNS = (1, 32)  # turns in a window: below the first a frequency is stretched, above the second kept
-YARN_SCALE = 0.2  # a new window multiplies the softmax scale by 1 + YARN_SCALE * log(new / old window)
-
-
-class RotaryTables(NamedTuple):
-    cos: Tensor  # (positions, head_dim / 4)
-    sin: Tensor
-    scale: Tensor  # softmax scale, 0-d: code with a float would recompile for each value
-
-
-def rotary_key(layer: Layer) -> tuple:
-    """Returns all that rotary_tables() reads of a layer. Layers of one kind share a family.
-
-    To add another embedding of positions, add a field of Layer, return it here, and branch in rotary_tables()
-    or, where queries and keys are rotated, in GPT.attention_branch and pair_heads(). shift_keys() needs a
-    half that is not rotated.
-    """
-    return layer.window, layer.narrow_qk
-
-
 class MLPWeights(NamedTuple):
     fc: BankMatrix  # (F, d)
     proj: BankMatrix  # (F, d)
@@ -1897,9 +1862,9 @@ class GPT(nn.Module):
         sequence = micro_batch.cu_seqlens, micro_batch.max_seqlen
         return self.trunk(looked_up, sequence, windows, banks, fp8_operands)
 
-    # Sizes and Python numbers that vary by step must be named here, or each value is compiled anew. Dense
-    # attention is compiled anew for each window anyway.
-    @compiled(dynamic=("looked_up", "sequence", "windows"))
+    # Sizes and Python numbers that vary by step must be in DYNAMIC_ARGUMENTS, or each value is compiled anew.
+    # Dense attention is compiled anew for each window anyway.
+    @compiled
     def trunk(
         self,
         looked_up: dict[str, Tensor],
@@ -2087,8 +2052,8 @@ class GPT(nn.Module):
         if layer.xsa:
             y = without_own_value(y, v, gates["xsa", i])
         if layer.gate:
-            # A head with nothing to say can shut its gate, instead of attending to a first token as a sink
-            # (PR 117).
+            # A head with nothing to say can shut its gate, instead of attending to the document's first token
+            # as a sink (PR 117).
             y = y * gates["output", i][:, :, None]
         scale = w.scalars["out"] * w.scalars["post_attention"]
         return scale, linear(y.flatten(1), w.out)
@@ -2102,7 +2067,8 @@ class GPT(nn.Module):
         qk = linear(h, w.qk)
         v = linear(h, w.v)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
-        # cancel the scalar "qkv" in q and k, so the scalar acts on values only. It is expanded to the norms'
+        # cancel the scalar "qkv" in q and k, so the scalar acts on values only; record 92
+        # has it there, too. It is expanded to the norms'
         # shape, so that compiled code has one kernel for the backward of scalar and norms.
         scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
         qk = norm(weighted_sum([(scale, qk.view(T, 2, heads, qk_dim))]))
@@ -2296,44 +2262,18 @@ class GPT(nn.Module):
     # -------------------------------------------------------------------------------------- rotary embedding
 
     def use_rotary(self, stage: int) -> None:
-        """Sets up a stage's rotary tables: one family for each window and width of heads that layers have.
+        """Sets up a stage's rotary tables, for each rotary_key() that layers have.
 
         Later tables overwrite the first stage's, so their addresses never change.
         """
         if stage == self.rotary_stage:
             return
-        kinds = {rotary_key(layer): layer for layer in self.cfg.layers if layer.attention}
-        for kind, layer in kinds.items():
-            new = self.rotary_tables(stage, layer)
-            family = self.rotary.setdefault(kind, new)
-            torch._foreach_copy_([*family], [*new])
+        layers = {rotary_key(layer): layer for layer in self.cfg.layers if layer.attention}
+        for key, layer in layers.items():
+            new = rotary_tables(self.cfg, stage, layer, 2 * self.max_tokens, self.device)
+            tables = self.rotary.setdefault(key, new)
+            torch._foreach_copy_([*tables], [*new])
         self.rotary_stage = stage
-
-    def rotary_tables(self, stage: int, layer: Layer) -> RotaryTables:
-        """Computes cos, sin and the softmax scale for this kind of layer, adapted at each change of its
-        window so far.
-
-        Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
-        content at any distance (record 17). Narrow heads are rotated whole. So both have head_dim / 4 angles
-        per position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in
-        short windows valid in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
-        """
-        cfg, device = self.cfg, self.device
-        exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-        freq = (1 / ROTARY_BASE) ** exponents  # radians per position
-        scale = cfg.narrow_attn_scale if layer.narrow_qk else cfg.attn_scale
-        windows = [window_tokens(cfg, each.windows)[layer.window] for each in cfg.stages]
-        for old, new in zip(windows[:stage], windows[1:]):  # each change of windows up to this stage
-            turns = old * freq / (2 * math.pi)
-            ratio = old / new
-            least, most = YARN_TURNS
-            keep = ((turns - least) / (most - least)).clamp(0, 1)
-            freq = freq * (ratio + keep * (1 - ratio))
-            scale *= YARN_SCALE * math.log(new / old) + 1
-        positions = torch.arange(2 * self.max_tokens, dtype=freq.dtype, device=device)
-        angles = positions[:, None] * freq
-        dtype = dtype_of(cfg.dtype)
-        return RotaryTables(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
 
 
 def small_mlp(u: Tensor, w1: Tensor | None, w2: Tensor | None, biases: Tensor) -> Tensor:
@@ -2554,6 +2494,56 @@ class WeightedSum(torch.autograd.Function):
             else:
                 grads += [(dy.to(scale.dtype) * x).sum_to_size(scale.shape), (dy * scale).to(x.dtype)]
         return tuple(grads)
+
+
+ROTARY_BASE = 1024  # before YaRN, the longest wavelength is 2 pi times this many positions
+YARN_TURNS = (1, 32)  # turns in a window: below the first a frequency is stretched, above the second kept
+YARN_SCALE = 0.2  # a new window multiplies the softmax scale by 1 + YARN_SCALE * log(new / old window)
+
+
+class RotaryTables(NamedTuple):
+    """Holds the rotary tables of all layers with one window and one width of heads."""
+
+    cos: Tensor  # (positions, head_dim / 4)
+    sin: Tensor
+    scale: Tensor  # softmax scale, 0-d: code with a float would recompile for each value
+
+
+def rotary_key(layer: Layer) -> tuple:
+    """Returns what rotary_tables() depends on in a layer. Layers with the same key share tables.
+
+    To add another embedding of positions, add a field of Layer, return it here, and branch in rotary_tables()
+    or, where queries and keys are rotated, in GPT.attention_branch and pair_heads(). shift_keys() needs a
+    half that is not rotated.
+    """
+    return layer.window, layer.narrow_qk
+
+
+def rotary_tables(
+    cfg: Config, stage: int, layer: Layer, num_positions: int, device: torch.device
+) -> RotaryTables:
+    """Computes cos, sin and the softmax scale of a layer, adapted at each change of its window so far.
+
+    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
+    content at any distance (record 17). Narrow heads are rotated whole. So both have head_dim / 4 angles per
+    position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
+    windows valid in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
+    """
+    exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
+    freq = (1 / ROTARY_BASE) ** exponents  # radians per position
+    scale = cfg.narrow_attn_scale if layer.narrow_qk else cfg.attn_scale
+    windows = [window_tokens(cfg, each.windows)[layer.window] for each in cfg.stages]
+    for old, new in zip(windows[:stage], windows[1:]):  # each change of windows up to this stage
+        turns = old * freq / (2 * math.pi)
+        ratio = old / new
+        least, most = YARN_TURNS
+        keep = ((turns - least) / (most - least)).clamp(0, 1)
+        freq = freq * (ratio + keep * (1 - ratio))
+        scale *= YARN_SCALE * math.log(new / old) + 1
+    positions = torch.arange(num_positions, dtype=freq.dtype, device=device)
+    angles = positions[:, None] * freq
+    dtype = dtype_of(cfg.dtype)
+    return RotaryTables(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -2904,7 +2894,7 @@ def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
 @jit(do_not_specialize_on_alignment=["scale"])
 def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
     """Converts a tile of x times 1 / scale. The product is exact if the scale is a power of 2. The scale of h
-    is one, and that of dy is one if the number of micro-batches per rank is.
+    is a power of 2; that of dy is one, too, if the number of micro-batches per rank is a power of 2.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -4029,35 +4019,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
     Raises UserError for the first setting that cannot be honoured here, and says what to set instead. But
     cfg.bf16_mlp raises no error: it takes effect only for fp32 MLPs in plain torch on a CPU with AMX.
     """
-    on_gpu = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    too_old = capability < (8, 0)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    kernel_dtype = "float32" if interpreted else "bfloat16"
-    lacks_kernels = triton is None or too_old and not interpreted
-    require(
-        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
-        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
-        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
-    )
-    require(
-        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
-        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
-    )
-    # dense_attention keeps its bias from layer to layer, and a CUDA graph would freeze it.
-    has_graphs = on_gpu and cfg.attention_impl != "dense"
-    require(
-        has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
-    )
-    require(
-        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
-        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
-        "bfloat16; use --set attention_impl=dense",
-    )
-    require(
-        not cfg.fp8 or not on_gpu or capability >= (8, 9),
-        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
-    )
+    check_device(cfg, device)
     chosen: dict = {}
     for kernel in cfg.kernels:
         chosen |= KERNELS[kernel]
@@ -4067,7 +4029,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
         fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
         with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
             torch.nn.attention.activate_flash_attention_impl("FA3")
-    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
+    plain_mlp = cfg.dtype == "float32" and device.type == "cpu" and "relu_square" not in cfg.kernels
     if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
         chosen["mlp_dtype"] = torch.bfloat16
     return Backend(**chosen, fp8=cfg.fp8)
@@ -4078,7 +4040,7 @@ def configure_compiler(cfg: Config) -> Callable | None:
     if not cfg.compile:
         return None
     torch._dynamo.config.recompile_limit = 64  # graphs per function; the default is 8
-    names = "|".join(sorted(DYNAMIC_ARGUMENTS))
+    names = "|".join(DYNAMIC_ARGUMENTS)
     torch.compiler.config.dynamic_sources = rf"L\['({names})'\].*"
 
     @cache
@@ -4094,7 +4056,8 @@ def configure_compiler(cfg: Config) -> Callable | None:
 class CUDAGraphs:
     """Launches everything that a repeated call does on a GPU at once, as a CUDA graph.
 
-    Two calls are the same if their arguments are: tensors are compared by address and shape, all else by ==.
+    Two calls are the same if their arguments are equal. Tensors are compared by address and shape, all else
+    by ==.
     The first call compiles and autotunes, the second is captured, and later ones replay the graph without
     any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
     argument. Results lie where the captured call's did, and last until the next replay.
@@ -4278,7 +4241,8 @@ class Optimizer:
                 param_class = PARAM_CLASSES[spec.kind]
                 self.params[spec.name] = param_class(spec, tensors[spec.name], cfg, comm, self.backend)
         for i, group in enumerate(groups.values()):
-            group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
+            # By name, because NCCL and gloo round a sum according to its place in the vector.
+            group.sort(key=lambda spec: spec.name)
             parts = [tensors[spec.name] for spec in group]
             self.params[f"small_{i}"] = SmallParams(f"small_{i}", group, parts, cfg, comm)
         self.ngrams = make_ngram_table(cfg, comm, self.backend)
@@ -4668,9 +4632,9 @@ class EmbeddingParam(ShardedParam):
 
     routes: RowRoutes | None = None  # where touched rows go in a step that updates the table; on the device
 
-    def allocate_grad(self) -> None:
-        super().allocate_grad()
-        self.rows_by = self.spec.rows_by
+    @property
+    def rows_by(self) -> str:
+        return self.spec.rows_by
 
     def take_row_grads(self) -> Tensor:
         """Returns a copy of the touched rows of main_grad, and zeroes them there."""
@@ -4975,11 +4939,11 @@ def anvil_update(
         grad,
         fast_momentum,
         slow_momentum,
-        cfg.slow_rate,
-        fast_rate,
-        fast_weight,
-        momentum,
-        dtype_of(cfg.bank_dtype),
+        slow_rate=cfg.slow_rate,
+        fast_rate=fast_rate,
+        fast_weight=fast_weight,
+        momentum=momentum,
+        dtype=dtype_of(cfg.bank_dtype),
     )
     x = orthogonalize(x, cfg.bank_margin)
     x = normuon_variance_reduction(x, second_moment, cfg.bank_beta2)
@@ -5067,8 +5031,8 @@ UPDATE_RULES = {
 #   row id        its place in the whole table, which a token or a hash gives
 #   local row id  its place in its owner's block
 #   slot          its place in this rank's buffers. Every rank has all rows of an embedding, so the slot is
-#                 the row id. From the table of n-grams a rank has only the rows that it fetched, at slots
-#                 of NgramTable.cache.
+#                 the row id. Of the table of n-grams a rank has only the rows that it fetched; their slots
+#                 are rows of NgramTable.cache.
 #
 # Segments say which positions of a micro-batch have read a row. RowRoutes say which rank gets its gradient.
 # A row's gradient, for example one of value_embeds, travels like this:
@@ -5134,6 +5098,13 @@ def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
     if ids.ndim > 1:  # one list needs no remainder, which takes as long as half a sort
         perm %= ids.shape[-1]
     return Segments(distinct, perm.int(), offsets.int(), sign_ids)
+
+
+# Functions that make the Segments of the rows that a micro-batch looks up, by ParamSpec.rows_by.
+SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
+    "inputs": lambda micro_batch: make_segments(micro_batch.inputs),
+    "hashed_rows": lambda micro_batch: make_segments(micro_batch.hashed_rows, micro_batch.sign_ids),
+}
 
 
 def ids_by_position(segments: Segments, shape: Sequence[int]) -> Tensor:
@@ -5304,10 +5275,10 @@ def hash_ngrams(
     """Returns the row ids of the n-grams that end at each token, (K, T) int32 for T tokens.
 
     Also returns the ids of their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each
-    of the K orders and contexts has a range of rows_per_order rows. The first n - 1 positions end no whole
-    n-gram, so they share the range's last row. The hash is a polynomial of the tokens, followed by the
-    finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. N-grams cross document starts, because
-    masking them was slower and no better.
+    of the K orders and contexts has a range of rows_per_order rows. For an order n, the first n - 1 positions
+    end no whole n-gram, so they share the range's last row. The hash is a polynomial of the tokens, followed
+    by the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. N-grams cross document starts,
+    because masking them was slower and no better.
     """
     T = len(tokens)
     ids = tokens.astype(np.uint32)
@@ -5359,8 +5330,8 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
         for unpacked in batch.micro_batches:
             with_slots.append(assign_slots(unpacked, next(remaining)))
         routed.append(batch._replace(micro_batches=with_slots))
-    routed[0].routes["ngrams"] = routes
-    return routed
+    first, *others = routed
+    return [first._replace(routes=first.routes | {"ngrams": routes}), *others]
 
 
 def route_ngrams(comm: Collectives, row_ids: np.ndarray) -> tuple[RowRoutes, Tensor]:
@@ -5523,8 +5494,8 @@ def row_adam(
         row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
 
     with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval.
-    Counting updates instead would be wrong, because the first late update may follow the last early one
-    sooner than the late interval says.
+    The number of updates would not do as a clock, because from the last early update to the first late one it
+    may be less than a late interval.
 
     A row has one second moment, of its gradient's mean square, as in the Adagrad (Duchi et al. 2011,
     jmlr.org/papers/v12/duchi11a.html) of DLRM (arXiv:1906.00091) and FBGEMM. There is no first moment. Bias
@@ -5549,14 +5520,13 @@ def row_adam(
         grads,
         beta2_powers,
         now=host_scalar(now, torch.int32),
-        one_minus_beta2=host_scalar(1 - update_beta2, dtype),
+        one_minus_update_beta2=host_scalar(1 - update_beta2, dtype),
         step_size=host_scalar(lr * math.sqrt(1 - update_beta2**count), dtype),
         decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
     )
 
 
-# Autotuning would copy what a kernel changes: the whole table, 16 GB on each of 8 GPUs.
-@compiled(autotune=False)
+@compiled
 def row_adam_update(
     table: Tensor,
     second_moment: Tensor,
@@ -5565,7 +5535,7 @@ def row_adam_update(
     grads: Tensor,
     beta2_powers: Tensor,
     now: Tensor,
-    one_minus_beta2: Tensor,
+    one_minus_update_beta2: Tensor,
     step_size: Tensor,
     decay: Tensor,
 ) -> None:
@@ -5575,7 +5545,7 @@ def row_adam_update(
     """
     ids = row_ids.long()
     decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
-    moments = decayed + one_minus_beta2 * grads.square().mean(-1)
+    moments = decayed + one_minus_update_beta2 * grads.square().mean(-1)
     second_moment.index_copy_(0, ids, moments)
     last_update.index_copy_(0, ids, torch.zeros_like(row_ids) + now)
     old = table[ids].to(grads.dtype)
@@ -6417,6 +6387,39 @@ def check_updates(cfg: Config) -> None:
         require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
 
 
+def check_device(cfg: Config, device: torch.device) -> None:
+    """Checks that the device and its software can do what the config names, and says what to set instead."""
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    too_old = capability < (8, 0)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kernel_dtype = "float32" if interpreted else "bfloat16"
+    lacks_kernels = triton is None or too_old and not interpreted
+    require(
+        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
+        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
+        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
+    )
+    require(
+        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
+        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
+    )
+    # dense_attention keeps its bias from layer to layer, and a CUDA graph would freeze it.
+    has_graphs = on_gpu and cfg.attention_impl != "dense"
+    require(
+        has_graphs or not cfg.cuda_graphs, "CUDA graphs need a GPU and FlashAttention; use cuda_graphs=false"
+    )
+    require(
+        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
+        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
+        "bfloat16; use --set attention_impl=dense",
+    )
+    require(
+        not cfg.fp8 or not on_gpu or capability >= (8, 9),
+        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
+    )
+
+
 def check_fp8(cfg: Config, count: int) -> None:
     """Checks the sizes of FP8 matrix products for batches of `count` micro-batches."""
     widest = int((E4M3_MAX * FP8_MLP_H_SCALE) ** 2)
@@ -6824,8 +6827,8 @@ def build(cfg: Config, backend: Backend, comm: Collectives, seed: int) -> tuple[
 
 
 def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> None:
-    """Logs where the run differs from its settings, whose number of validation slices is `val_slices`, and
-    what the clock leaves out.
+    """Logs where the run differs from its settings, and what the clock leaves out. val_slices: the setting;
+    cfg.val_slices has what the data allow.
     """
     if cfg.val_slices < val_slices:
         log.print0(f"validation: on {cfg.val_slices} slices, not {val_slices}, because there is no more text")
@@ -6835,7 +6838,8 @@ def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> 
 
 
 def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
-    """Returns a context that profiles four of the steps from `start` to `steps`, counted by its step().
+    """Returns a context that profiles four steps of a run from step `start` to `steps`. Its step() must be
+    called after each step.
 
     The four steps follow the one that --profile names, or are the last ones. Without --profile the context is
     empty. Sets TRACING.

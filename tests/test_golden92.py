@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,9 +165,8 @@ def test_schedule_rows(row):
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))
 def test_rotary(want):
     cfg = replace(tg.RECORD, dtype="float64")
-    model = SimpleNamespace(cfg=cfg, max_tokens=1, device="cpu")
     for name, layer in ("narrow", cfg.layers[0]), ("wide", cfg.layers[3]):
-        family = tg.GPT.rotary_tables(model, want["stage"], layer)
+        family = tg.rotary_tables(cfg, want["stage"], layer, 2, torch.device("cpu"))
         assert family.scale == pytest.approx(want[f"{name}_scale"], rel=1e-14)
         angles = torch.atan2(family.sin[1], family.cos[1])
         assert angles.tolist() == pytest.approx(want[f"{name}_frequencies"], rel=1e-12)
