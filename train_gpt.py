@@ -3264,7 +3264,7 @@ def triton_relu_square_fp8(
 # In training, softcap_loss and its kernel compute the loss and its gradient. In validation, next_token_losses
 # computes only the loss. For samples, all_mixed_probs computes the mixture's probabilities. To change the
 # mixture, edit mix_with_pointer() and mix_with_pointer_grad(). To add a training term, such as a z-loss, edit
-# softcap_loss, with and without the pointer, its kernel and triton_softcap_loss. Pass the term's factor from
+# softcap_loss, mixture_losses, the kernel and triton_softcap_loss. Pass the term's factor from
 # head_loss_and_grad(), times loss_weights[0], so that the term is averaged over micro-batches as the loss is.
 # ============================================================================================================
 
@@ -3358,15 +3358,7 @@ def softcap_loss(
         loss = sum_k loss_weights[k] (log sum exp z - z[targets[k]])
         dz_j = (sum_k loss_weights[k]) softmax(z)_j - sum_k loss_weights[k] [j = targets[k]]
 
-    With `pointer_out` the first target's loss is -loss_weights[0] log p, where p is a mixture. p_vocab is the
-    target's softmax among all columns but the gate's, `gate` is the softmax of the gate's column among all,
-    and p_copy and p_sink come from the pointer (below).
-
-        p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
-        dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
-        dp/dz_j = p_head [j = target] - (p_head + gate_slope) (softmax without the gate)_j
-
-    The pointer does not change the losses of the other targets.
+    With `pointer_out` the first target's loss is mixture_losses'.
 
     logits (n, V), or (n, P) with sampled columns, which targets then index; targets (n, K) int64, contiguous,
     -1: none; loss_weights (K,) in the losses' dtype. Losses (n,) are fp32 (fp64 for fp64 logits). The
@@ -3381,44 +3373,69 @@ def softcap_loss(
     target_ids = targets.clamp_min(0)
     target_weights = (targets >= 0) * loss_weights
     target_s = s.gather(1, target_ids)
-    sum_weights = target_weights.sum(dim=-1, keepdim=True)
+    target_z = cap.scale * target_s
     if pointer_out is None:
         sum_exp = exp_z.sum(dim=-1, keepdim=True)
-        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
-        dz_per_exp_z = sum_weights / sum_exp
+        losses = target_weights * (sum_exp.log() - target_z)
+        dz_per_exp_z = target_weights.sum(dim=-1, keepdim=True) / sum_exp
         dz_at_targets = target_weights
     else:
-        copy_gate_column = pointer_out.copy_gate_column
-        exp_gate = exp_z[:, copy_gate_column]
-        exp_z.index_fill_(1, copy_gate_column, 0)  # the gate's gradient is written below, from dz_gate
-        sum_vocab = exp_z.sum(dim=-1, keepdim=True)
-        sum_exp = sum_vocab + exp_gate
-        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
-        gate = exp_gate / sum_exp
-        not_gate = sum_vocab / sum_exp
-        p_copy, p_sink = pointer_out.probs[..., None]
-        p_vocab = (cap.scale * target_s[:, :1]).exp() / sum_vocab
-        p, p_head, gate_slope = mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink)
-        p = p + PROB_FLOOR
-        first_weight = target_weights[:, :1]
-        other_weights = sum_weights - first_weight
-        losses[:, :1] = -first_weight * p.log()
-        dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mix_with_pointer_grad(
-            first_weight / p, p_vocab, gate, p_head, gate_slope
+        losses, dz_per_exp_z, dz_at_targets, dz_gate = mixture_losses(
+            exp_z, target_z, target_weights, pointer_out
         )
-        pointer_out.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
-        dz_per_exp_z = softmax_weight / sum_vocab + other_weights / sum_exp
-        dz_at_targets = torch.cat([dz_at_first, target_weights[:, 1:]], 1)
-        gate_s = s[:, copy_gate_column]
-        dz_gate = other_weights * gate + dz_gate
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(slope * dz_per_exp_z)
     grad.scatter_add_(1, target_ids, -slope * dz_at_targets * target_s * (1 - target_s))
     if pointer_out is not None:
-        grad.index_copy_(1, copy_gate_column, slope * dz_gate * gate_s * (1 - gate_s))
+        gate_s = s[:, pointer_out.copy_gate_column]
+        gate_grad = slope * dz_gate * gate_s * (1 - gate_s)
+        grad.index_copy_(1, pointer_out.copy_gate_column, gate_grad)
     losses = losses.sum(dim=-1)
     if fp8_scale:
         return losses, *cast_and_transpose(grad, fp8_scale, torch.float8_e5m2)
     return losses, grad.to(logits.dtype)
+
+
+def mixture_losses(
+    exp_z: Tensor, target_z: Tensor, target_weights: Tensor, pointer_out: PointerOutput
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns softcap_loss's losses (n, K) with a pointer, and their gradient in three parts: dz_per_exp_z
+    (n, 1), the factor of exp(z) in all columns but the gate's; dz_at_targets (n, K), which is subtracted at
+    the targets; and dz_gate (n, 1), the gradient in the gate's column. Sets exp_z to 0 in the gate's column,
+    and writes pointer_out.dprobs.
+
+    The first target's loss is -weight log p, where p is a mixture. p_vocab is the target's softmax among all
+    columns but the gate's, `gate` is the softmax of the gate's column among all, and p_copy and p_sink come
+    from the pointer (below).
+
+        p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
+        dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
+        dp/dz_j = p_head [j = target] - (p_head + gate_slope) (softmax without the gate)_j
+
+    The losses of the other targets are as without the pointer. exp_z (n, V); target_z and target_weights (n,
+    K).
+    """
+    gate_column = pointer_out.copy_gate_column
+    exp_gate = exp_z[:, gate_column]
+    exp_z.index_fill_(1, gate_column, 0)
+    sum_vocab = exp_z.sum(dim=-1, keepdim=True)
+    sum_exp = sum_vocab + exp_gate
+    losses = target_weights * (sum_exp.log() - target_z)
+    gate = exp_gate / sum_exp
+    not_gate = sum_vocab / sum_exp
+    p_copy, p_sink = pointer_out.probs[..., None]
+    p_vocab = target_z[:, :1].exp() / sum_vocab
+    p, p_head, gate_slope = mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink)
+    p = p + PROB_FLOOR
+    first_weight = target_weights[:, :1]
+    other_weights = target_weights.sum(dim=-1, keepdim=True) - first_weight
+    losses[:, :1] = -first_weight * p.log()
+    dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mix_with_pointer_grad(
+        first_weight / p, p_vocab, gate, p_head, gate_slope
+    )
+    pointer_out.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
+    dz_per_exp_z = softmax_weight / sum_vocab + other_weights / sum_exp
+    dz_at_targets = torch.cat([dz_at_first, target_weights[:, 1:]], 1)
+    return losses, dz_per_exp_z, dz_at_targets, other_weights * gate + dz_gate
 
 
 mix_with_pointer_in_kernel = jit(mix_with_pointer)
