@@ -6618,7 +6618,7 @@ def output_file(name: str) -> Path:
     return target
 
 
-def save_model(path: str, model: GPT, run_id: str, comm: Collectives) -> None:
+def save_model(path: str, model: GPT, run_id: str, comm: Collectives, fingerprint: str = "") -> None:
     """Saves full weights, without a world size's padding, and the config as JSON. Rank 0 writes `path`.
 
     Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ... Each of these files ends
@@ -6636,7 +6636,7 @@ def save_model(path: str, model: GPT, run_id: str, comm: Collectives) -> None:
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             config = config_json(model.cfg)
             saved = {"config": config, "id": run_id, "ranks": comm.world_size, "script": source_hash()}
-            saved["vocabulary"] = vocabulary_hash(model.cfg)
+            saved |= {"data": fingerprint, "vocabulary": vocabulary_hash(model.cfg)}
             weights_path = output_file(path)
             torch.save(saved | {"weights": weights}, f"{weights_path}{partial_suffix}")
             written.append(weights_path)
@@ -6982,7 +6982,7 @@ def run(args: argparse.Namespace) -> None:
         side = "below" if float(closing["val_loss"]) < cfg.target else "not below"
         log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
     if args.save:
-        save_model(args.save, model, path.name[-12:], comm)
+        save_model(args.save, model, path.name[-12:], comm, data.fingerprint)
     print_samples(model, data.vocabulary, args.seed, log)
     log.print0(f"log: {log.path}", file=False)
     if rank == 0:

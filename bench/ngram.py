@@ -206,9 +206,13 @@ def evaluate_with_counts(path: str, folder: Path | None) -> None:
         fit_loss = -np.log(p[val_tokens:]).mean()
         print(f"{val_loss:.4f}  {fit_loss:.4f}  {name}", flush=True)
 
+    read = "that it was trained on"
+    if model.data_fingerprint not in ("", data.fingerprint):
+        print(f"the data in {folder} are not those that the model was trained on")
+        read = "that as many steps read here"
     print(f"nats per token: of {val_tokens:,} for validation, of {len(p) - val_tokens:,} to fit weights on")
     report(p, "model alone")
-    for tokens, name in ((trained, "that it was trained on"), (train, "of all")):
+    for tokens, name in ((trained, read), (train, "of all")):
         counts = count_followers(tokens, text[: len(p) + 1], cfg.vocab_size)
         for base, what in ((np.full(len(p), 1 / cfg.vocab_size), "counts alone"), (p, "model and counts")):
             weights = fit_weights(base[val_tokens:], counts[..., val_tokens:])

@@ -10,7 +10,8 @@ neighbours in a text are not quite. Of one passage there is none: nan.
 A FILE is text, of any name; of a .jsonl or .ndjson file each line is a document. A name may end in .gz. As in
 data/tokenize_text.py, documents are cut into passages of at most --passage-bytes (default: 512 for bytes,
 8,192 for GPT-2's tokens). Each begins after a BOS token; the next BOS, by which a passage ends, is a token
-too, of no bytes.
+too, of no bytes. A passage of more than val_slice_tokens goes through the model in pieces, which do not see
+each other.
 
 A shard is cut as for validation, into slices of val_slice_tokens, wherever documents end. --slices FIRST:END
 chooses; by default they are those that a run takes, and its last loss is this one, if it had this shard (its
@@ -133,7 +134,14 @@ def run(args: argparse.Namespace) -> None:
             tokens = read_text(path, args.field, size, encoding)
             parts = cut_text(tokens, model.cfg.bos_id, model.cfg.val_slice_tokens)
         progress = tqdm(parts, desc=path.name, disable=None, leave=False)
-        losses = [document_losses(model, part, token_bytes) for part in progress]
+        losses: list[np.ndarray] = []
+        for part in progress:
+            counts = document_losses(model, part, token_bytes)
+            if losses and path.suffix != ".bin" and part[0] != model.cfg.bos_id:  # of the passage before
+                losses[-1][:, -1] += counts[:, 0]
+                counts = counts[:, 1:]
+            if counts.size:
+                losses.append(counts)
         tg.require(sum(part[2].sum() for part in losses), f"{path} has no text")
         found.append(np.hstack(losses))
         print(report(found[-1], str(path)), flush=True)

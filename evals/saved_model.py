@@ -203,7 +203,7 @@ def token_losses(model: tg.GPT, batch: tg.MicroBatch) -> np.ndarray:
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss.
 
-    model.vocabulary_hash: tg.vocabulary_hash() of its training data; "" if it is unknown.
+    model.vocabulary_hash and model.data_fingerprint are of its training data; "" if they are unknown.
     """
     fix = (
         "only what --save of this script wrote can be loaded; models of scripts before commit 1b4b4c9 "
@@ -217,7 +217,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         run_id = saved["id"]
         script = saved.get("script", tg.source_hash())
         tg.require(re.fullmatch(r"\w+", run_id + script, re.ASCII), "its id or its script is no name")
-        vocabulary = str(saved.get("vocabulary", ""))
+        of_data = str(saved.get("vocabulary", "")), str(saved.get("data", ""))
         ranks = range(saved["ranks"])
         with tg.user_error_on(
             "it has a setting or parameter that train_gpt.py lacks",
@@ -228,7 +228,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
             check_sizes(weights, cfg, Path(path).stat().st_size)
         model = tg.GPT(cfg, device=device)
         model.load_state_dict(weights)
-        model.vocabulary_hash = vocabulary  # type: ignore
+        model.vocabulary_hash, model.data_fingerprint = of_data  # type: ignore
         if cfg.ngrams.orders:
             _, count = tg.ngram_sizes(cfg, len(ranks))
             dtype = tg.dtype_of(cfg.ngrams.dtype)

@@ -210,6 +210,7 @@ class Header:
     # The hash, with " (modified)" unless the log says that the script is the commit's.
     commit: str | None = None
     script: str | None = None  # the name, and the hash of its text
+    source: str | None = None  # the hash of the log's source; None: it is only a screen
     data: str | None = None  # the fingerprint, and what it is of
     amx: bool = False  # the MLPs' products are in bf16, because the CPU has AMX
     profiled: bool = False  # some steps took longer
@@ -365,6 +366,7 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
     text = clean(Path(path).read_bytes())
     source_end = SOURCE_END.search(text)
     header_start = source_end.start() if source_end else 0
+    source = hashlib.sha256(text[:header_start]).hexdigest()[:12] if source_end else None
     steps = [StepLine(m.start(), int(m[1]), int(m[2]) or None) for m in STEP.finditer(text, header_start)]
     validations: dict[int, Point] = {}  # by where their lines begin
     for m in VALIDATION.finditer(text, header_start):
@@ -389,7 +391,7 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
         if any(lines <= earlier for earlier in lines_of_runs):
             notes.append(f"{path}: a run's lines occur twice; the repetition is left out")
         else:
-            header = read_header(decode(text[header_start : start + 1]), path, header)
+            header = replace(read_header(decode(text[header_start : start + 1]), path, header), source=source)
             curve = [point for position, point in validations.items() if start <= position < end]
             training = read_training(text[start : end + 1], path)
             total = last.total
@@ -433,15 +435,17 @@ def split_runs(
     """
     runs: list[list[StepLine]] = []
     previous = StepLine(-1, 0, None)
-    validation = None  # the last one
+    validation: Point | None = None  # the run's last one
     for line in steps:
         has_header = bisect(headers, previous.position) < bisect(headers, line.position)
         begins = not runs or has_header or line.step < previous.step or line.total != previous.total
-        if line.position in validations:
-            before, validation = validation, validations[line.position]
-            begins = begins or before is not None and before.step == line.step and before != validation
+        here = validations.get(line.position)
+        if here and validation and here.step == validation.step and here != validation:
+            begins = True
         if begins:
             runs.append([])
+            validation = None
+        validation = here or validation
         runs[-1].append(line)
         previous = line
     return runs
@@ -570,7 +574,8 @@ ALIKE: dict[str, Value] = {
 WITHIN: dict[str, Value] = ALIKE | {  # what should be equal in a group, too
     "steps": lambda r: r.final_step,
     "tracks": setting("track"),
-    "scripts": lambda r: r.header.script,
+    # Public logs do not name their script.
+    "scripts": lambda r: r.header.script or r.header.source,
 }
 # Settings that may differ in a group, and those whose differences WITHIN names. A text may be in any folder.
 NOT_COMPARED = {"seed", "name", "samples", "data", "target", "track", *OF_LOSS}
@@ -977,8 +982,8 @@ def unpaired(group: Group, base: Group) -> dict[str, Difference]:
 
 def side_by_side(group: Group, base: Group) -> bool:
     """Tells whether the groups are a folder and its `baseline/`, whose runs alternate."""
-    folders = {Path(run.path).parent / "baseline" for run in group.runs}
-    return folders == {Path(run.path).parent for run in base.runs}
+    folders = {Path(run.path).resolve().parent / "baseline" for run in group.runs}
+    return folders == {Path(run.path).resolve().parent for run in base.runs}
 
 
 def paired(group: Group, base: Group) -> dict[str, Difference]:
@@ -1187,7 +1192,7 @@ def table(group: Group) -> list[tuple[str, str]]:
         ("peak memory", peak_memory(group)),
         ("hardware", group.listed(ALIKE["hardware"])),
         ("torch", group.listed(ALIKE["torch"])),
-        ("script", group.listed(WITHIN["scripts"])),
+        ("script", group.listed(lambda r: r.header.script)),
         ("p (mean < target)", show_p(p_below(group.losses, group.target))),
         ("verdict", verdict),
         ("losses", show_all(group.losses, ".4f")),

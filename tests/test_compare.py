@@ -248,6 +248,14 @@ def test_another_validation_of_one_step_begins_a_run(run):
     assert "runs (n)           2\n" in run("logs")[1]
 
 
+def test_public_logs_of_two_scripts_are_named(run):
+    public = [
+        f"lr = {lr}\n{RULE}\n{HEADER}\n{RULE}\n{steps(3.2, lr)}".replace("script:", "") for lr in (91, 92)
+    ]
+    write("logs", *public)
+    assert "its runs differ in scripts" in run("logs --target 3.28")[1]
+
+
 def test_a_log_without_its_config_is_damaged(run):
     Path("cut.txt").write_text(own_log().replace("}\n", "\n"))
     assert "its config line is missing or cut" in run("cut.txt")[2]

@@ -359,7 +359,7 @@ def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, cap
     assert encoding._pat_str == r50k_pat_str
     Path("long.txt").write_text("ab" * 400)
     loss.main([model, "long.txt"])
-    assert " 401 tokens, 800 bytes, " in capsys.readouterr().out  # with the BOS that ends it
+    assert " 401 tokens, 800 bytes, 1 passages" in capsys.readouterr().out  # with the BOS that ends it
     (run / "gpt2/vocabulary.txt").write_text("ff\n" * 50257)
     with pytest.raises(SystemExit, match="^generate.py: vocabulary.txt lacks tokens of single bytes"):
         generate.main([model, "a"])

@@ -63,9 +63,11 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
     model = random_model(tmp_path)
     cfg = model.cfg
     path = f"{tmp_path}/m.pt"
-    save(path, model)
+    tg.save_model(path, model, "0123456789ab", tg.Collectives(0, 1), "a fingerprint")
     ngram.main(["--model", path, "--data", cfg.data])
-    rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
+    out = capsys.readouterr().out
+    assert "are not those that the model was trained on" in out
+    rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", out, re.M)
     losses = [float(loss) for loss, _ in rows]
     val = val_loader(cfg)
     windows = tg.window_tokens(cfg, cfg.val_windows)
