@@ -224,8 +224,8 @@ LAYERS = (
 #   layer 8         attention of norm("backout"), two MLPs of norm(x)
 #   layer 9         no attention; MLP
 #   layer 10        MUDD adds x, "first" and "backout" to the values, then replaces x by a sum of the three,
-#                   each with its own weights; attention of norm("backout"), with whose output MUDD adds
-#                   "first" and "ngram"; MLP
+#                   each with its own weights; attention of norm("backout"), and with its output "first"
+#                   and "ngram", weighed by MUDD; MLP
 #   lm_head         norm(x + the sum of lm_head_streams, each times weights per token and group of channels)
 
 
@@ -308,6 +308,7 @@ class ParamSpec:
 bank_spec = partial(ParamSpec, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
 # Gradients are exchanged in this order, except that the n-grams' come first and the small parameters' last.
+# The order of updates is n-grams (-1), small (0), bigram_embed, lm_head, embed, banks (4), value_embeds.
 # Names and most numbers are record 92's where it has the parameter.
 PARAMS = (
     bank_spec("qk_bank"),
@@ -356,7 +357,7 @@ class WeightAverage:
     """
 
     params: tuple[str, ...]  # names of banks, tables and lm_head; those that the model lacks are ignored
-    window: Steps  # the average ticks only in so long an end of the run; 0: none
+    window: Steps  # the average ticks only in the last `window` steps; 0: never
     # Each tick moves the average by this share towards the parameter; the first tick is a copy. With
     # 2 / (n + 1) the average is about the mean of the last n ticks.
     rate: TickRate
@@ -397,7 +398,7 @@ class Ngrams:
     orders: tuple[int, ...] = ()  # 2: bigrams. With any order, bigram_embed does not exist
     rows_per_order: Annotated[int, 2, 2**31 - 1] = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
-    dtype: DType = "bfloat16"  # which rounds small updates away (section 18)
+    dtype: DType = "bfloat16"  # rounds small updates away: see merge_mantissa()
     update_every: UpdateInterval = (2, 4)
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment over one early interval of update_every
@@ -444,9 +445,8 @@ class Config:
 
     For a new switch of the model, also add an entry to PARTS in tests/test_switches.py; for a new number, one
     to ADDED in evals/saved_model.py, for models saved before. Constants that are not settings are defined
-    where they are used. The main ones are in section 2 (initial values, GATE_DIM, MUDD_SCALE), untie_step()
-    (3), ROTARY_BASE and YARN_* (7), FP8_* (10), PROB_FLOOR (12), ANVIL_MAPS (18), ROW_EPS and COPY_LENGTHS
-    (20).
+    where they are used: GATE_DIM, MUDD_SCALE and initial values, untie_step(), ROTARY_BASE, YARN_*, FP8_*,
+    PROB_FLOOR, ANVIL_MAPS, ROW_EPS, COPY_LENGTHS.
     """
 
     # ---- Data and goal.
@@ -517,10 +517,10 @@ class Config:
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
-    # Micro-batches in a global batch, at least one per rank. Other numbers change how documents are packed.
+    # Micro-batches in a global batch, at least one per rank. Other numbers pack documents differently.
     microbatches: Positive = 8
-    # The cooldown is this last part of the steps before the last stage. In it lr_mul moves from the stage's
-    # value to the last stage's.
+    # The cooldown is this share, the last, of the steps before the last stage. In it lr_mul moves linearly
+    # from the stage's value to the last stage's.
     cooldown_frac: Fraction = 0.80
     # ---- Numbers of steps that fit the stages above. They do not change with the stages: if you edit the
     # stages' steps, keep these at the same share of the run. `--set length` rescales both.
@@ -571,8 +571,8 @@ class Config:
     attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with fp8, also the MLPs' matmuls, forward and backward
-    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. On other CPUs bf16 is hardly
-    # faster, or slower.
+    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. On other CPUs bf16 is at best
+    # hardly faster.
     bf16_mlp: bool = True
     device: Literal["gpu", "cpu"] = "gpu"  # gpu: a GPU if there is one
     compile: bool = True  # apply torch.compile to functions marked @compiled
@@ -629,7 +629,7 @@ TWO_CORES = replace(
     narrow_attn_scale=0.4,
     # Documents are truncated, so that a batch has parts of more documents; attention then splits none.
     attention_cap=0,
-    # The overhead of many small operations takes a third of so small a step, so there are few micro-batches.
+    # Small operations take a third of so short a step, so there are few micro-batches.
     microbatches=2,
     cooldown_frac=0.4,
     late_updates_from=46,
@@ -643,8 +643,8 @@ TWO_CORES = replace(
     compile=False,
 )
 
-# The record preset's layers, without XSA and the copy pointer, on bytes. At these widths two laptop cores
-# train a model in half a minute.
+# The record preset's layers, without XSA and the copy pointer, on bytes. At these widths two cores train a
+# model in half a minute.
 CPU = replace(
     TWO_CORES,
     preset="cpu",
@@ -767,10 +767,11 @@ ALL_PRESETS = (RECORD, CPU, WORDS)
 #       + gated x0 + gated n-grams
 #   x = resid_mlp x + post_mlp (the sum of mlp(norm(x)) over the layer's MLPs)
 #
-# Each layer has all of them, even those of parts that it lacks. To add a scalar, add it here and pass
-# w.scalars["my_scalar"] to weighted_sum(), which casts it. Its shape is (1, 1), or (T, 1) in compiled code. A
-# new scalar changes the parameter's shape, so models that were saved before do not load. If the scalar has a
-# switch, make it an entry of PARAMS instead, with the shape (L if cfg.my_switch else 0,).
+# A layer without attention, x0 and n-grams skips the first line. Each layer has all scalars, even those of
+# parts that it lacks. To add a scalar, add it here and pass w.scalars["my_scalar"] to weighted_sum(), which
+# returns the stream's dtype. Its shape is (1, 1), or (T, 1) in compiled code. A new scalar changes the
+# parameter's shape, so models that were saved before do not load. If the scalar has a switch, make it an
+# entry of PARAMS instead, with the shape (L if cfg.my_switch else 0,).
 LAYER_SCALARS = {
     "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so qkv acts only on v
     "resid_lambdas": {"resid_attention": 1.0488, "resid_mlp": 1.0488},  # sqrt(1.1), as the record rounds it
@@ -802,7 +803,7 @@ class Gate(NamedTuple):
     use: str
     layer: int
     columns: int  # 1, or one per head
-    bias: float  # initial; times GATE_SCALE it is the initial gate, so 10 is an open one
+    initial: float  # value; an open gate has 1
 
 
 def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
@@ -817,15 +818,15 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
     for i, layer in enumerate(cfg.layers):
         gates = after_skip if i > cfg.skip_from else up_to_skip
         if layer.xsa:
-            gates.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+            gates.append(Gate("xsa", i, columns=cfg.heads, initial=0.0))
         if layer.gate:
-            gates.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+            gates.append(Gate("output", i, columns=cfg.heads, initial=0.25))
         if layer.x0:
-            gates.append(Gate("x0", i, columns=1, bias=0.0))
+            gates.append(Gate("x0", i, columns=1, initial=0.0))
         if layer.ngram:
-            gates.append(Gate("ngram", i, columns=1, bias=0.5))
+            gates.append(Gate("ngram", i, columns=1, initial=0.05))
     if cfg.skip_to < len(cfg.layers):
-        after_skip.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+        after_skip.append(Gate("skip", cfg.skip_to, columns=1, initial=0.5))
     for gates in up_to_skip, after_skip:
         gates.sort(key=lambda gate: {"xsa": 0, "output": 1}.get(gate.use, 2))
     return up_to_skip, after_skip
@@ -834,48 +835,53 @@ def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
 GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
 MUDD_SCALE = 0.1  # factor of the outputs of MUDD's MLPs
 GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# What the first of MUDD's MLPs outputs per token, with the initial biases in units of MUDD_SCALE. Most
-# outputs are weights of streams, where x is the layer's own; resid_* and post_* replace its LAYER_SCALARS.
+# What the first of MUDD's MLPs outputs per token, with the initial values. resid_* and post_* replace the
+# layer's LAYER_SCALARS. The others weigh streams; x is the layer's own, whose weight in the layer's input is
+# 1 + "x".
 MUDD_OUTPUTS = {
-    "first to value": 0,
-    "backout to value": 0,
-    "x to value": 0,
-    "first": 0,
-    "backout": 0,
-    "x": 0,
-    "left value": 20,  # the value embedding of the first half of the heads
-    "right value": 20,
-    "resid_attention": RESID_BIAS,
-    "post_attention": 10,
-    "first with output": 0,  # this stream and the next are added where attention's output is added
-    "ngram with output": 0.5,
-    "resid_mlp": RESID_BIAS,
-    "post_mlp": 10,
+    "first to value": 0.0,
+    "backout to value": 0.0,
+    "x to value": 0.0,
+    "first": 0.0,
+    "backout": 0.0,
+    "x": 0.0,
+    "left value": 2.0,  # the value embedding of the first half of the heads
+    "right value": 2.0,
+    "resid_attention": math.sqrt(1.1),  # not rounded, as the record's LAYER_SCALARS are
+    "post_attention": 1.0,
+    "first with output": 0.0,  # this stream and the next are added where attention's output is added
+    "ngram with output": 0.05,
+    "resid_mlp": math.sqrt(1.1),
+    "post_mlp": 1.0,
 }
 # The LAYER_SCALARS that MUDD overrides.
 MUDD_SCALARS = [name for name in MUDD_OUTPUTS if name in SCALAR_COLUMNS]
 
 
-def lm_head_stream_biases(cfg: Config) -> dict[str, float]:
-    """Returns, for each stream that lm_head_input adds, the initial bias of its weight, in units of
-    MUDD_SCALE. The keys are the names that GPT.trunk saves the streams under.
+def lm_head_stream_weights(cfg: Config) -> dict[str, float]:
+    """Returns the initial weight of each stream that lm_head_input adds, by the name that GPT.trunk saves the
+    stream under.
     """
     values = {f"value {i}": 0.0 for i in range(cfg.num_value_tables)}
     # At first half of the backout is subtracted: that stream was for the layers after it, not for the head
     # (PR 140).
-    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
+    before = {"first": 0.0, "backout": -0.5, "mudd": 0.0, "skip": 0.0}
     return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
 
 
-def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    gate_biases: tuple[list[float], list[float]] = ([], [])
-    for biases, gates in zip(gate_biases, gate_table(cfg)):
+def small_mlp_biases(cfg: Config) -> dict[str, list[list[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate": the initial values of their
+    outputs, divided by the factors of the outputs.
+    """
+    gate_biases = []
+    for gates in gate_table(cfg):
+        biases = []
         for gate in gates:
-            biases.extend(gate.columns * [gate.bias])
+            biases += gate.columns * [gate.initial / GATE_SCALE]
+        gate_biases.append(biases)
+    weights = MUDD_OUTPUTS, lm_head_stream_weights(cfg)
     return {
-        "mudd": (list(MUDD_OUTPUTS.values()), list(lm_head_stream_biases(cfg).values())),
+        "mudd": [[value / MUDD_SCALE for value in values.values()] for values in weights],
         "mudd_gate": gate_biases,
     }
 
@@ -883,7 +889,7 @@ def small_mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
 # ---- Shapes and initial values -----------------------------------------------------------------------------
 
 
-# Draws an initial value of the given shape on the CPU.
+# A function that makes an initial value on the CPU, from a shape and a generator.
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
@@ -896,19 +902,19 @@ def normal(std: float) -> Draw:
 
 
 def uniform(gain: float, fan_in: int) -> Draw:
-    """Draws from a uniform distribution around 0 with standard deviation gain / sqrt(fan_in)."""
+    """Returns a Draw: uniform around 0, with standard deviation gain / sqrt(fan_in)."""
     bound = math.sqrt(3) * gain * fan_in**-0.5
     return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
 
 
 def given_rows(values: Sequence[list[float]]) -> Draw:
-    """Returns the given rows, padded with 0 to equal length; a single row may be a vector."""
+    """Returns a Draw of these rows, padded with 0 to equal length; a single row may be a vector."""
     tensors = [torch.tensor(row) for row in values]
     return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
 
 
 def zero_second_of_pairs(draw_all: Draw) -> Draw:
-    """Draws as draw_all does, but sets the second matrix of every pair to 0: at first MLPs output 0."""
+    """Returns a Draw like draw_all, but with 0 as the second matrix of every pair: at first MLPs output 0."""
 
     def draw(shape, generator):
         value = draw_all(shape, generator)
@@ -936,7 +942,7 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     bigram_rows = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
     # The mix before the head weighs each stream as a whole and by groups of the stream's channels.
     biases = small_mlp_biases(cfg)
-    num_streams = len(lm_head_stream_biases(cfg))
+    num_streams = len(lm_head_stream_weights(cfg))
     num_mudd_biases = max(len(MUDD_OUTPUTS), num_streams)
     num_mudd_outputs = max(len(MUDD_OUTPUTS), num_streams * (1 + cfg.mix_groups))
     mudd_dim = cfg.mudd_dim if cfg.mudd_weights else 0
@@ -1026,7 +1032,7 @@ class StepPlan(NamedTuple):
     sampled_columns: int  # columns of the head that are computed; 0: all
     late_updates: bool  # true from Config.late_updates_from on
     average_rates: tuple[float, ...]  # rates of Config.averages after this step; 0: no tick
-    fp8_exact: bool  # FP8 scales of the MLPs' weights are this step's, not those of the step before
+    fp8_exact: bool  # FP8 scales of the MLPs' weights come from this step's maxima, without a margin
     # Up to the untie step's update embed is the transpose of lm_head. At first one matrix learns faster from
     # both ends; later two matrices fit better (PRs 175, 178).
     tied: bool
@@ -1045,7 +1051,7 @@ class StepPlan(NamedTuple):
     def interval_ratio(self, interval: UpdateInterval) -> int:
         """Returns the present interval divided by the early one: 1, 2 or 4.
 
-        Adam raises its betas to this power and multiplies weight decay by it, so that the averages' decay and
+        Adam raises its betas to this power and multiplies weight decay by it, so that the moments' decay and
         the weight decay per step stay about the same.
         """
         return self.steps_between(interval) // interval[0]
@@ -1056,7 +1062,7 @@ class StepPlan(NamedTuple):
 
 
 def untie_step(cfg: Config) -> int:
-    """Returns the first odd step of the last stage, at which Adam updates.
+    """Returns the first odd step of the last stage. Adam updates at odd steps, as its interval is 1 or 2.
 
     With one stage, or a last stage that is too short, the result is not a step of the run: lm_head and embed
     then stay tied.
@@ -1166,8 +1172,8 @@ def num_microbatches(cfg: Config, world_size: int) -> int:
 
 
 def loss_share(cfg: Config, world_size: int) -> float:
-    """Returns 1 / (micro-batches per rank), which multiplies loss weights, gradients and gradients' FP8
-    scales.
+    """Returns 1 / (micro-batches per rank). Loss weights are multiplied by it, and so gradients are, too;
+    gradients' FP8 scales get the same factor.
     """
     return world_size / num_microbatches(cfg, world_size)
 
@@ -1353,7 +1359,9 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Holds documents, laid end to end, for one forward and backward. Section 21 makes it on the host."""
+    """Holds documents, laid end to end, for one forward and, in training, its backward. make_micro_batch()
+    begins it on the host, and Prefetcher completes it.
+    """
 
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
@@ -1382,7 +1390,8 @@ def train_step(
     lower it, as the softmax is over fewer tokens. Prefixes lower it, as a missing target counts as 0. Losses
     on later tokens raise it.
 
-    `next_batch()` returns the next batch, or None. Its n-grams are fetched once their table is updated.
+    `next_batch()` returns the next batch, or None. Its n-grams are fetched as soon as their table has been
+    updated.
     """
     plan = batch.plan
     model.use_rotary(plan.stage)
@@ -1753,7 +1762,7 @@ class GPT(nn.Module):
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
         self.loss_share = loss_share(cfg, world_size)
         self.gate_table = gate_table(cfg)
-        self.lm_head_streams = list(lm_head_stream_biases(cfg))
+        self.lm_head_streams = list(lm_head_stream_weights(cfg))
         self.register_parameters(world_size)
         self.register_constants()
         self.fp8_state = None
@@ -2067,9 +2076,9 @@ class GPT(nn.Module):
         qk = linear(h, w.qk)
         v = linear(h, w.v)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
-        # cancel the scalar "qkv" in q and k, so the scalar acts on values only; record 92
-        # has it there, too. It is expanded to the norms'
-        # shape, so that compiled code has one kernel for the backward of scalar and norms.
+        # cancel the scalar "qkv" in q and k, so it acts on values only; record 92 applies it there, too. It is
+        # expanded to the norms' shape, so that compiled code has one kernel for the backward of scalar and
+        # norms.
         scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
         qk = norm(weighted_sum([(scale, qk.view(T, 2, heads, qk_dim))]))
         v = weighted_sum([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
@@ -2526,7 +2535,7 @@ def rotary_tables(
 
     Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
     content at any distance (record 17). Narrow heads are rotated whole. So both have head_dim / 4 angles per
-    position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
+    position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learned in short
     windows valid in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
     """
     exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
@@ -2789,8 +2798,8 @@ FP8_MLP_DY_SCALE = 2**-6
 FP8_ACT_MARGIN = 1.80
 FP8_GRAD_MARGIN = 1.25
 FP8_WEIGHT_MARGIN = 1.12
-FP8_EXACT_STEPS = 17  # at first proj, which starts at 0, grows by more than FP8_WEIGHT_MARGIN in a step
-FP8_MIN_AMAX = 1e-12  # lower bound of weights' maxima; square and da with a lower maximum keep their scale
+FP8_EXACT_STEPS = 17  # at first proj, from 0, grows by more than the factor FP8_WEIGHT_MARGIN in a step
+FP8_MIN_AMAX = 1e-12  # weights' maxima are raised to this; below it square and da keep their scale
 
 
 # Where FP8Operands.scales holds the scale of each tensor. Rows: the input, the weight and the result of
@@ -3307,15 +3316,16 @@ def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
 def mix_with_pointer_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
     """Returns gradients of the loss -weight log p, given weight / p. Also called by the kernel.
 
-    dp_copy, dp_sink: with respect to p_copy and p_sink. dz_gate: with respect to the gate column's z.
+    dp_copy, dp_sink: with respect to p_copy and p_sink. dz_gate_mixture: with respect to the
+    gate column's z.
     In every column but the gate's, dz is softmax_weight times the softmax without the gate's column; in the
     target's column dz_at_first is then subtracted.
     """
     dp_copy = -weight_over_p * gate
-    dz_gate = -weight_over_p * gate_slope
+    dz_gate_mixture = -weight_over_p * gate_slope
     dz_at_first = weight_over_p * p_head
     softmax_weight = weight_over_p * (p_head + gate_slope)
-    return dp_copy, dp_copy * p_vocab, dz_gate, dz_at_first, softmax_weight
+    return dp_copy, dp_copy * p_vocab, dz_gate_mixture, dz_at_first, softmax_weight
 
 
 def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
@@ -3429,13 +3439,13 @@ def mixture_losses(
     first_weight = target_weights[:, :1]
     other_weights = target_weights.sum(dim=-1, keepdim=True) - first_weight
     losses[:, :1] = -first_weight * p.log()
-    dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mix_with_pointer_grad(
+    dp_copy, dp_sink, dz_gate_mixture, dz_at_first, softmax_weight = mix_with_pointer_grad(
         first_weight / p, p_vocab, gate, p_head, gate_slope
     )
     pointer_out.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
     dz_per_exp_z = softmax_weight / sum_vocab + other_weights / sum_exp
     dz_at_targets = torch.cat([dz_at_first, target_weights[:, 1:]], 1)
-    return losses, dz_per_exp_z, dz_at_targets, other_weights * gate + dz_gate
+    return losses, dz_per_exp_z, dz_at_targets, other_weights * gate + dz_gate_mixture
 
 
 mix_with_pointer_in_kernel = jit(mix_with_pointer)
@@ -3523,7 +3533,7 @@ def softcap_loss_kernel(
             p, p_head, gate_slope = mix_with_pointer_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
             p += FLOOR
             loss -= weight * tl.log(p)
-            dp_copy, dp_sink, dz_gate, dz_at_first, softmax_weight = mix_with_pointer_grad_in_kernel(
+            dp_copy, dp_sink, dz_gate_mixture, dz_at_first, softmax_weight = mix_with_pointer_grad_in_kernel(
                 weight / p, p_vocab, gate, p_head, gate_slope
             )
             tl.store(pointer_dprobs + rows, dp_copy)
@@ -3541,7 +3551,7 @@ def softcap_loss_kernel(
             target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else dz_at_first
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
         if pointer_probs is not None:
-            dz = tl.where(cols == gate_col, dz_gate + other_weights * softmax, dz)
+            dz = tl.where(cols == gate_col, dz_gate_mixture + other_weights * softmax, dz)
         g = dz * (s * (1 - s) * grad_mul)
         g = tl.clamp(g, -grad_max, grad_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
         tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
@@ -3992,7 +4002,7 @@ def triton_segment_sum_rows(
 
 
 # ============================================================================================================
-# 14  Backend. It chooses among the forms of operations.
+# 14  Backend. The choice of each operation's form; compilation; CUDA graphs.
 # ============================================================================================================
 
 
@@ -4073,10 +4083,9 @@ def configure_compiler(cfg: Config) -> Callable | None:
 class CUDAGraphs:
     """Launches everything that a repeated call does on a GPU at once, as a CUDA graph.
 
-    Two calls are the same if their arguments are equal. Tensors are compared by address and shape, all else
-    by ==.
-    The first call compiles and autotunes, the second is captured, and later ones replay the graph without
-    any Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
+    Two calls are the same if their arguments are equal: tensors by address and shape, all else by ==. The
+    first call compiles and autotunes, the second is captured, and later ones replay the graph without any
+    Python. So a replay can differ only in what tensors hold, and what changes on the host must be an
     argument. Results lie where the captured call's did, and last until the next replay.
     """
 
@@ -4309,7 +4318,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, plan: StepPlan, next_batch: Callable[[], Batch | None] = lambda: None) -> None:
-        """Updates what is due. After the n-grams' update, fetches those of the next batch, `next_batch()`.
+        """Updates what is due. After the n-grams' update, fetches the rows of n-grams of the next batch,
+        `next_batch()`.
 
         wait() must have been called since the step before. Mean gradients exist only in this method, and only
         for this rank's blocks.
@@ -4512,7 +4522,7 @@ class ShardedParam(Trainable):
         self.allocate_grad()
 
     def allocate_grad(self) -> None:
-        """Allocates main_grad, unless autograd sums the gradient elsewhere."""
+        """Allocates main_grad."""
         self.main_grad = torch.zeros_like(self.p)
         self.p.requires_grad_(False)
 
@@ -5201,14 +5211,14 @@ def reduce_row_grads(
 # 4. scatter, after the last step: gradients go to the owners, which take their means in rank order.
 # 5. update: owners change their rows by row_adam. Then 2 is repeated for the next interval.
 #
-# Recommender systems shard rows, and know ids ahead, so that no row is stale (TorchRec, arXiv:2207.07684;
-# BagPipe, arXiv:2202.12429). Language models have had n-gram tables of this size in modded-nanogpt PRs 360
-# and 366 and nanochat PR 854.
+# Recommender systems, too, shard rows and look ahead at ids, so that no row is stale (TorchRec,
+# arXiv:2207.07684; BagPipe, arXiv:2202.12429). Language models have had n-gram tables of this size in
+# modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
 # ---- Contexts ----------------------------------------------------------------------------------------------
 
-# These contexts are not n-grams, but like those in compressors of the PAQ family (Mahoney 2005,
+# These contexts are not n-grams; they resemble those of compressors of the PAQ family (Mahoney 2005,
 # mattmahoney.net/dc). Each function takes tokens (T,) uint32, and returns a uint32 number for each token.
 # Equal contexts have equal numbers.
 
@@ -5250,7 +5260,8 @@ def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
     at = np.arange(len(tokens))
     ends_line = (tokens == NEWLINE) | (tokens == bos_id)
     line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # start of the next token's line
-    start_before = line_start[np.maximum(line_start - 2, 0)]  # start of the line before that
+    # The line break is at line_start - 1, and the token before it has the start of its own line.
+    start_before = line_start[np.maximum(line_start - 2, 0)]
     above = start_before + (at + 1 - line_start)
     exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
     above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
@@ -5511,8 +5522,8 @@ def row_adam(
         row = row - update - decay row [update row > 0],  decay = lr^2 wd interval_ratio
 
     with update_beta2 = beta2^interval_ratio. `now` is the time: steps divided by the first update interval.
-    The number of updates would not do as a clock, because from the last early update to the first late one it
-    may be less than a late interval.
+    `now` is not the number of updates, because the time from the last early update to the first late one may
+    be shorter than a late interval.
 
     A row has one second moment, of its gradient's mean square, as in the Adagrad (Duchi et al. 2011,
     jmlr.org/papers/v12/duchi11a.html) of DLRM (arXiv:1906.00091) and FBGEMM. There is no first moment. Bias
@@ -5816,8 +5827,8 @@ class TrainLoader:
         self.paths = paths
         self.num_microbatches = num_microbatches(cfg, world_size)
         self.own = range(rank, self.num_microbatches, world_size)
-        # One thread reads the next shard. Another builds the next batches, in order. A new thread uses GPU 0:
-        # if it page-locked memory, every rank would make a context there.
+        # One thread reads the next shard. Another builds the next batches, in order. Each first
+        # chooses its rank's GPU: a new thread has GPU 0, where page-locking memory would make a context.
         on_gpu = torch.cuda.is_initialized()
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
