@@ -360,7 +360,8 @@ class Training:
             cells += ["", ""]
         else:
             down, middle, up = np.quantile(self.pairs() / base.pairs(), (0.25, 0.5, 0.75))
-            cells += [f"{middle:.3f}", f"{down:.3f}..{up:.3f}"]
+            # Of fewer pairs quartiles say nothing.
+            cells += [f"{middle:.3f}", f"{down:.3f}..{up:.3f}" if len(self.pairs()) >= 4 else "-"]
         tqdm.write(table_line(cells))
 
 

@@ -732,8 +732,10 @@ def read_into(group: Group, path: str, errors: list[str]) -> None:
                 errors.append(explain(e))
         if len(group.runs) > runs_before:
             group.notes += notes
-            for other in sorted(Path(path).glob("seed*")):
-                if other not in files and other.is_file() and ".trace." not in other.name:
+            for other in sorted(Path(path).glob("*")):
+                # Such as 3.txt.gz, a packed log.
+                is_log = other.name.startswith("seed") or SUFFIXES & set(other.suffixes[:-1])
+                if is_log and other not in files and other.is_file() and ".trace." not in other.name:
                     group.notes.append(f"{other}: not read, because no log has this suffix")
             return
     if len(errors) == errors_before:

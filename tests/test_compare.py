@@ -303,11 +303,11 @@ def test_paths_and_labels(run):
 def test_files_that_are_no_logs_by_name_are_named(run):
     write("runs", 3.27, 3.26)
     Path("runs/0.txt").rename("runs/seed0.TXT")
-    for name in "seed2.md", "seed3.txt.gz", "seed4.rank0.trace.json.gz":
+    for name in "seed2.md", "seed3.txt.gz", "seed4.rank0.trace.json.gz", "4.txt.gz":
         shutil.copy("runs/1.txt", f"runs/{name}")
     out, err = read_json(run, "runs")
     assert out["groups"][0]["n"] == 2
-    assert re.findall("runs/(.*): not read", err) == ["seed2.md", "seed3.txt.gz"]
+    assert re.findall("runs/(.*): not read", err) == ["4.txt.gz", "seed2.md", "seed3.txt.gz"]
 
 
 def test_a_fifo_is_no_log_of_a_folder(run):
