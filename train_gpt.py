@@ -2076,8 +2076,9 @@ class GPT(nn.Module):
         qk = linear(h, w.qk)
         v = linear(h, w.v)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
-        # cancel the scalar "qkv" in q and k, so it acts on values only; record 92 applies it there, too. It
-        # has the norms' shape, so that compiled code has one kernel for the backward of scalar and norms.
+        # cancel the scalar "qkv" in q and k, so it acts on values only; record 92 applies it there, too. It is
+        # expanded to the norms' shape, so that compiled code has one kernel for the backward of scalar and
+        # norms.
         scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
         qk = norm(weighted_sum([(scale, qk.view(T, 2, heads, qk_dim))]))
         v = weighted_sum([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
@@ -6782,7 +6783,7 @@ def task_of(
 ) -> dict:
     """Returns what must be the same to resume a run. mlp_dtype: the Backend's, which depends on the CPU."""
     task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    others = {"processes": world_size, "script": source_hash(), "mlp_dtype": str(mlp_dtype)}
+    others = {"processes": world_size, "script": zlib.crc32(SOURCE), "mlp_dtype": str(mlp_dtype)}
     return task | {"seed": args.seed} | others
 
 
