@@ -5763,7 +5763,8 @@ def make_micro_batch(
         size = padded(len(starts) + 1, 128)
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
-    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], cfg.hashed, cfg.sign_rows, cfg.bos_id)
+    hashed = cfg.hashed
+    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows, cfg.bos_id)
     return MicroBatch(
         inputs=int32(tokens[:-1]),
         targets=int32(tokens[1:]).long(),
