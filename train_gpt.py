@@ -2076,9 +2076,8 @@ class GPT(nn.Module):
         qk = linear(h, w.qk)
         v = linear(h, w.v)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). The norms
-        # cancel the scalar "qkv" in q and k, so it acts on values only; record 92 applies it there, too. It is
-        # expanded to the norms' shape, so that compiled code has one kernel for the backward of scalar and
-        # norms.
+        # cancel the scalar "qkv" in q and k, so it acts on values only; record 92 applies it there, too. It
+        # has the norms' shape, so that compiled code has one kernel for the backward of scalar and norms.
         scale = w.scalars["qkv"][..., None, None].expand(T, 2, heads, 1)
         qk = norm(weighted_sum([(scale, qk.view(T, 2, heads, qk_dim))]))
         v = weighted_sum([(w.scalars["qkv"], v)]).view(T, heads, v_dim)
