@@ -4327,8 +4327,7 @@ class Optimizer:
         head, embed = self.params.get("lm_head"), self.params.get("embed")
         # Set now, because ensure_batch() below replaces self.routes by the next batch's.
         for param in self.params.values():
-            if isinstance(param, EmbeddingParam):
-                param.routes = self.routes.get(param.name)
+            param.routes = self.routes.get(param.name)
         due = [trainable for trainable in self.trainables.values() if trainable.is_due(plan)]
 
         # Scatter. While embed is tied, its gradient is a part of lm_head's.
@@ -4494,6 +4493,8 @@ class ShardedParam(Trainable):
     """
 
     spec: ParamSpec
+    # Of an embedding, in a step that updates it: where its touched rows go; on the device.
+    routes: RowRoutes | None = None
 
     def __init__(
         self,
@@ -4518,12 +4519,8 @@ class ShardedParam(Trainable):
             if spec.name in average.params and tick_rates(average, cfg.steps):
                 value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
                 self.averages.append(RunningAverage(i, average, value))
-        self.allocate_grad()
-
-    def allocate_grad(self) -> None:
-        """Allocates main_grad."""
-        self.main_grad = torch.zeros_like(self.p)
-        self.p.requires_grad_(False)
+        p.requires_grad_(False)
+        self.main_grad = torch.zeros_like(p)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward. Tables get their gradients after this call.
@@ -4628,11 +4625,19 @@ class DenseParam(ShardedParam):
     With cfg.main_grad=false a bank's main_grad is None, and autograd sums its gradient in p.grad.
     """
 
-    def allocate_grad(self) -> None:
-        by_autograd = self.spec.kind == "bank" and not self.cfg.main_grad
-        self.main_grad = None if by_autograd else torch.zeros_like(self.p)
-        self.p.requires_grad_(by_autograd)
+    def __init__(
+        self,
+        spec: ParamSpec,
+        p: Tensor,
+        cfg: Config,
+        comm: Collectives,
+        backend: Backend | None = None,
+    ):
+        super().__init__(spec, p, cfg, comm, backend)
         self.accumulate = torch.tensor(False)
+        if spec.kind == "bank" and not cfg.main_grad:
+            p.requires_grad_(True)
+            self.main_grad = None
 
     def bank(self) -> Bank:
         """Returns the bank for the model's products."""
@@ -4641,13 +4646,13 @@ class DenseParam(ShardedParam):
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward: later gradients are added to its gradient."""
-        self.accumulate = torch.tensor(True)
+        self.accumulate.fill_(True)
         if self.main_grad is not None:
             super().end_backward()
 
     def drop_grad(self) -> None:
         self.p.grad = None
-        self.accumulate = torch.tensor(False)
+        self.accumulate.fill_(False)
 
 
 class EmbeddingParam(ShardedParam):
@@ -4655,8 +4660,6 @@ class EmbeddingParam(ShardedParam):
 
     With exchange=sparse, ranks exchange only the gradients of touched rows.
     """
-
-    routes: RowRoutes | None = None  # where touched rows go in a step that updates the table; on the device
 
     @property
     def rows_by(self) -> str:
@@ -4705,7 +4708,7 @@ class LMHead(DenseParam):
             product = self.main_grad.new_empty(a.size(1), b.size(1))
             write_grad(product, a, b, scales, torch.tensor(False))
             add_columns(self.main_grad, columns, product)
-        self.accumulate = torch.tensor(True)
+        self.accumulate.fill_(True)
 
     def add_grad_of(self, embed: EmbeddingParam) -> None:
         """Adds embed's gradient, which is 0 outside the touched rows."""
@@ -6033,13 +6036,11 @@ class SettingType(NamedTuple):
 
     def parse(self, text: str, name: str):
         """Returns the value that --set name=text gives."""
-        if self.size is None:
-            return self.parse_one(text, name)
-        parts = [part for part in text.split(",") if part]
-        require(self.size in (0, len(parts)), f"--set {name}={text}: give {self.size} values")
-        return tuple(self.parse_one(part, name) for part in parts)
-
-    def parse_one(self, text: str, name: str):
+        if self.size is not None:
+            parts = [part for part in text.split(",") if part]
+            require(self.size in (0, len(parts)), f"--set {name}={text}: give {self.size} values")
+            item_type = self._replace(size=None)
+            return tuple(item_type.parse(part, name) for part in parts)
         choices = {str(choice).lower(): choice for choice in self.choices}
         try:
             value = choices[text.lower()] if choices else self.type(text)
@@ -6052,7 +6053,10 @@ class SettingType(NamedTuple):
         return value
 
     def allows(self, value) -> bool:
-        """Returns whether the setting, or one item of a tuple, can have this value."""
+        """Returns whether the setting can have this value."""
+        if self.size is not None:
+            item_type = self._replace(size=None)
+            return self.size in (0, len(value)) and all(item_type.allows(item) for item in value)
         if self.choices:
             return value in self.choices
         if self.type is str:
@@ -6283,6 +6287,7 @@ def read_settings(args: argparse.Namespace) -> Config:
 
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError if settings would silently train something else, or fail with an unclear error."""
+    check_values(cfg)
     check_processes(cfg, world_size)
     check_sizes(cfg)
     check_layers(cfg)
@@ -6290,6 +6295,12 @@ def check_config(cfg: Config, world_size: int) -> None:
     check_updates(cfg)
     if cfg.fp8:
         check_fp8(cfg, num_microbatches(cfg, world_size))
+
+
+def check_values(cfg: Config) -> None:
+    """Checks values that are written into the code. --set accepts no others."""
+    for name, (value, value_type) in flatten_settings(cfg).items():
+        require(value_type.allows(value), f"{name}: its annotation does not allow {value!r}")
 
 
 def check_processes(cfg: Config, world_size: int) -> None:

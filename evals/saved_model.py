@@ -103,11 +103,9 @@ def rename(settings, path: str = ""):
 
 def single_setting(name: str, value, field: tg.SettingType):
     """Returns the value of a setting, given as JSON has it. Raises UserError if it cannot have this value."""
-    is_tuple = field.size is not None
-    if is_tuple:
+    if field.size is not None:
         value = tuple(value)
-    for part in value if is_tuple else (value,):
-        tg.require(field.allows(part), f"{name} cannot be {value}")
+    tg.require(field.allows(value), f"{name} cannot be {value}")
     return value
 
 
