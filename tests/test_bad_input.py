@@ -237,10 +237,10 @@ WRONG = """--preset huge
 --set params.scalars.optimizer=anvil
 --set params.qk_bank.optimizer=anvli
 --set params.qk_bank.exchange=sparse
---set params.qk_bank.betas=.8,.9
---set params.*.betas=.8,.9
+--set params.qk_bank.optimizer=anvil params.qk_bank.betas=.8,.9
+--set params.qk_bank.optimizer=anvil params.*.betas=.8,.9
 --set params.lm_head.matrix_lr_mul=2
---set params.mlp_bank.optimizer=adam
+--set params.mlp_bank.optimizer=adam params.mlp_bank.matrix_lr_mul=1,2
 --set layers.8.attention=plain layers.8.value=true layers.8.mudd=true
 --set ngrams.rows_per_order=1
 --set ngrams.orders=2,3 ngrams.width=8 ngrams.rows_per_order=1073741824

@@ -111,8 +111,9 @@ def with_dtype(cfg, dtype):
 def dense(cfg):
     """Makes the exchange of all tables whole, with the fp32 sum."""
     settings = ["params.*.exchange=reduce_scatter"]
-    for name in "value_embeds", "bigram_embed", "embed":
-        settings.append(f"params.{name}.reduction=fp32")
+    for spec in cfg.params:
+        if spec.kind == "embedding":
+            settings.append(f"params.{spec.name}.reduction=fp32")
     return tg.with_settings(cfg, settings)
 
 

@@ -125,6 +125,17 @@ def test_a_switch_changes_nothing_but_rounding(cfg, interpreted, monkeypatch, na
             assert F.cosine_similarity(changes[name].flatten(), want.flatten(), dim=0) > 0.5, name
 
 
+def test_every_parameter_and_gate_trains(cfg):
+    """Checks that the script's layers leave none unused, and that no two factors are both 0 at first."""
+    cfg = replace(cfg, layers=tg.LAYERS, skip_from=3, skip_to=6, backout_from=7)
+    _, changes, _ = train_plain(cfg)
+    for name, change in changes.items():
+        assert change.any(), f"{name} does not change: use it, and do not multiply two zeros"
+    for gates, change in zip(tg.gate_table(cfg), changes["mudd_gate_b2"]):
+        used = change[: sum(gate.columns for gate in gates)]
+        assert used.all(), f"a gate does not change: use it where it acts; the changes of {gates} are {used}"
+
+
 @pytest.mark.parametrize("setting", PARTS)
 def test_a_part_of_the_model_can_be_left_out(cfg, setting):
     """Checks that the run is another, that only the part's parameters go, and that others train."""
