@@ -789,7 +789,7 @@ TO_LAYER, TO_LM_HEAD = 0, 1
 UP_TO_SKIP, AFTER_SKIP = 0, 1
 
 
-class Gate(NamedTuple):
+class GateSpec(NamedTuple):
     """A factor that the MLPs "mudd_gate" output per token; with mudd_gates=false it is a learned constant. No
     sigmoid is applied; only the xsa gate goes through a tanh.
 
@@ -806,33 +806,33 @@ class Gate(NamedTuple):
     initial: float  # value; an open gate has 1
 
 
-def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
+def gate_table(cfg: Config) -> tuple[list[GateSpec], list[GateSpec]]:
     """Returns the gates that each of the two gate MLPs outputs, in the order of the MLP's columns.
 
     The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
     skip_from, and serves the layers after it. The columns are in record 92's order: xsa gates, output gates,
     then all others by layer.
     """
-    up_to_skip: list[Gate] = []
-    after_skip: list[Gate] = []
+    up_to_skip: list[GateSpec] = []
+    after_skip: list[GateSpec] = []
     for i, layer in enumerate(cfg.layers):
         gates = after_skip if i > cfg.skip_from else up_to_skip
         if layer.xsa:
-            gates.append(Gate("xsa", i, columns=cfg.heads, initial=0.0))
+            gates.append(GateSpec("xsa", i, columns=cfg.heads, initial=0.0))
         if layer.gate:
-            gates.append(Gate("output", i, columns=cfg.heads, initial=0.25))
+            gates.append(GateSpec("output", i, columns=cfg.heads, initial=0.25))
         if layer.x0:
-            gates.append(Gate("x0", i, columns=1, initial=0.0))
+            gates.append(GateSpec("x0", i, columns=1, initial=0.0))
         if layer.ngram:
-            gates.append(Gate("ngram", i, columns=1, initial=0.05))
+            gates.append(GateSpec("ngram", i, columns=1, initial=0.05))
     if cfg.skip_to < len(cfg.layers):
-        after_skip.append(Gate("skip", cfg.skip_to, columns=1, initial=0.5))
+        after_skip.append(GateSpec("skip", cfg.skip_to, columns=1, initial=0.5))
     for gates in up_to_skip, after_skip:
         gates.sort(key=lambda gate: {"xsa": 0, "output": 1}.get(gate.use, 2))
     return up_to_skip, after_skip
 
 
-GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; a Gate reads all
+GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; other gates read all
 MUDD_SCALE = 0.1  # factor of the outputs of MUDD's MLPs
 GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
 # What the first of MUDD's MLPs outputs per token, with the initial values. resid_* and post_* replace the
@@ -1518,6 +1518,14 @@ class Progress(NamedTuple):
     position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after `step` steps
 
 
+class Result(NamedTuple):
+    """Holds what train() returns for the log's closing lines."""
+
+    val_loss: float  # at the end, rounded as in the log
+    train_ms: float
+    epochs: int  # the last one may be incomplete
+
+
 class Checkpoints(NamedTuple):
     """Says which checkpoints a run writes."""
 
@@ -1532,8 +1540,8 @@ def train(
     start: Progress,
     checkpoints: Checkpoints | None = None,
     profiler: torch.profiler.profile | None = None,
-) -> dict:
-    """Trains from `start` on, against the clock. Returns the log's first closing lines: values by name.
+) -> Result:
+    """Trains from `start` on, against the clock.
 
     The clock stops during validation and saving, while threads go on building batches.
     """
@@ -1579,17 +1587,19 @@ def train(
                     f"checkpoint: after step {done}; the same command with --resume {log.path} continues"
                 )
     optimizer.apply_averages()
-    closing = log_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
+    windows = window_tokens(cfg, cfg.val_windows)
+    val_loss, train_ms = log_validation(training, clock, losses, log, cfg.steps, windows)
     bar.close()
     loader.close()
     epochs = batch.position[0] // len(train_shards) + 1
-    return closing | {"steps": cfg.steps, "epochs": epochs}
+    return Result(round(val_loss, 6), train_ms, epochs)
 
 
 def log_validation(
     training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
-) -> dict:
-    """Stops the clock, validates after `step` steps, and logs the loss. Returns closing lines, by name.
+) -> tuple[float, float]:
+    """Stops the clock, validates after `step` steps, and logs the loss. Returns the loss and the milliseconds
+    of training so far.
 
     Raises UserError if the loss is not finite, so that no such model is saved.
     """
@@ -1602,7 +1612,7 @@ def log_validation(
         require(math.isfinite(loss), f"val_loss is {loss} at step {step}; {fix}")
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
-    return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
+    return loss, ms
 
 
 def warm_up(training: Training) -> None:
@@ -4447,7 +4457,7 @@ class RunningAverage(NamedTuple):
     """Holds the running average of a parameter's block that an entry of Config.averages asks for."""
 
     number: int  # its place in Config.averages and in StepPlan.average_rates
-    spec: WeightAverage
+    settings: WeightAverage
     value: Tensor
 
 
@@ -4572,10 +4582,10 @@ class ShardedParam(Trainable):
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)
         before = norm_of(self.p.detach())
         for average in self.averages:
-            self.block.copy_(self.block.to(average.value.dtype).lerp(average.value, average.spec.blend))
+            self.block.copy_(self.block.to(average.value.dtype).lerp(average.value, average.settings.blend))
         self.gather()
         self.wait()
-        if any(average.spec.keep_norm for average in self.averages):
+        if any(average.settings.keep_norm for average in self.averages):
             p = self.p.detach()
             after = norm_of(p)
             ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
@@ -6905,15 +6915,16 @@ def peak_memory() -> str:
     return f"peak memory allocated: {peak >> 20} MiB"
 
 
-def log_closing(closing: dict, seed: int, data: Dataset, log: RunLog) -> None:
+def log_closing(result: Result, steps: int, seed: int, data: Dataset, log: RunLog) -> None:
     """Logs the closing lines. The last one says that the run is complete."""
-    loss = float(closing["val_loss"])
-    closing = closing | {"seed": seed}
-    if data.bytes_per_token:
-        closing["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
     log.print0(peak_memory())
-    for key, value in closing.items():
-        log.print0(f"{key}: {value}")
+    log.print0(f"val_loss: {result.val_loss:.6f}")
+    log.print0(f"train_time_ms: {result.train_ms:.0f}")
+    log.print0(f"steps: {steps}")
+    log.print0(f"epochs: {result.epochs}")
+    log.print0(f"seed: {seed}")
+    if data.bytes_per_token:
+        log.print0(f"val_loss_per_byte: {result.val_loss / data.bytes_per_token:.6f}")
     log.print0("complete: yes", console=False)
 
 
@@ -6998,13 +7009,14 @@ def run(args: argparse.Namespace) -> None:
     checkpoints = Checkpoints(checkpoint_folder(path), task, checkpoint_steps)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
-        closing = train(training, log, start, checkpoints, profiler)
-    log_closing(closing, args.seed, data, log)
+        result = train(training, log, start, checkpoints, profiler)
+    log_closing(result, cfg.steps, args.seed, data, log)
     if track != "other":  # the target is for the track's text and validation
-        side = "below" if float(closing["val_loss"]) < cfg.target else "not below"
+        side = "below" if result.val_loss < cfg.target else "not below"
         log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
     if args.save:
-        save_model(args.save, model, path.name[-12:], comm, data.fingerprint)
+        run_id = path.name.rpartition("_")[2]
+        save_model(args.save, model, run_id, comm, data.fingerprint)
     print_samples(model, data.vocabulary, args.seed, log)
     log.print0(f"log: {log.path}", file=False)
     if rank == 0:
