@@ -339,8 +339,8 @@ def run_steps(
             patch(tg, COMPILER=counts.as_compiled)
             patch(torch.autograd, backward=counts.as_compiled_backward(torch.autograd.backward))
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
-        for name in ("pointer", "pointer_grad"):
-            patch(tg, **{f"{name}_kernel": counts.as_jit_kernel(name)})
+        patch(tg, pointer_kernel=counts.as_jit_kernel("pointer"))
+        patch(tg, pointer_grad_kernel=counts.as_jit_kernel("pointer_grad"))
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)

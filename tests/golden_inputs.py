@@ -29,6 +29,7 @@ def read_golden(name):
 GOLDEN, GOLDEN92, GOLDEN_FP8 = map(read_golden, ("golden", "golden92", "golden_fp8"))
 LOW = 0xFFFFFFFF
 WORLD = 4  # ranks for which our banks are padded
+ALONE = tg.Collectives(0, 1)
 
 
 def generator(seed):
@@ -252,7 +253,7 @@ def head_model(w, chunk, backend=tg.TORCH_BACKEND, loss_share=1.0):
 
 def head_of(w):
     """Returns the LMHead of a matrix w (d, V), with zeros as its gradient so far."""
-    return tg.LMHead(spec_of("lm_head"), w, BASE, tg.Collectives(0, 1))
+    return tg.LMHead(spec_of("lm_head"), w, BASE, ALONE)
 
 
 def backward(model, batch, plan):
@@ -292,7 +293,7 @@ def batch_plan(batch_tokens, max_doc_len):
     return tg.plan_step(BASE, 0)._replace(batch_tokens=batch_tokens, max_doc_len=max_doc_len)
 
 
-def random_documents(rng, count, vocab_size, bos_id, max_doc_len=200):
+def random_documents(rng, count, vocab_size, bos_id, max_doc_len):
     """Draws about `count` tokens in documents of random lengths; some hold only a BOS token."""
     tokens = rng.integers(0, vocab_size - 1, count)
     tokens[tokens >= bos_id] += 1

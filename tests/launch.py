@@ -62,7 +62,7 @@ stages.0.batch_tokens=192 stages.1.batch_tokens=256 stages.2.batch_tokens=384 st
 
 def settings(*more):
     """Returns the --set option of TINY and `more`."""
-    return ["--set", *TINY, *more]
+    return ["--set"] + TINY + list(more)
 
 
 def make_corpus(folder, train=(6000, 6000), val=1500):
@@ -75,7 +75,10 @@ def make_corpus(folder, train=(6000, 6000), val=1500):
     for token in range(97, 104):
         words[token] = (b"x" * (token - 96)).hex()
     (folder / "vocabulary.txt").write_text("\n".join(words) + "\n")
-    sizes = {f"train_{i:06d}": count for i, count in enumerate(train)} | {"val_000000": val}
+    sizes = {}
+    for i, count in enumerate(train):
+        sizes[f"train_{i:06d}"] = count
+    sizes["val_000000"] = val
     rng = np.random.default_rng(2)
     for name, count in sizes.items():
         tokens = random_documents(rng, count, 257, 256, 120)
@@ -276,7 +279,9 @@ class Launch:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         for rank in range(max(world_size, 1)):
-            words = [*map(str, arguments), *(rank_arguments or {}).get(rank, [])]
+            words = [str(argument) for argument in arguments]
+            if rank_arguments:
+                words += rank_arguments.get(rank, [])
             fault = (faults or {}).get(rank)
             args = rank, world_size, self.store.port, folder, words, self.output.name, fault
             self.processes.append(CONTEXT.Process(target=_rank, daemon=True, args=args))

@@ -174,17 +174,20 @@ def test_a_lower_loss_is_worth_steps():
     def losses(steps):
         return 1 - 0.2 * math.log(steps) + noise
 
+    def estimate(steps, ratios):
+        """Says what an idea is worth that has the loss of so many times the steps."""
+        return worth.in_time(losses(steps), losses(1), losses(0.8), ratios)
+
     ratios = np.full(6, 1.06)
-    text = worth.in_time(losses(1 / 0.9), losses(1), losses(0.8), ratios)
+    text = estimate(1 / 0.9, ratios)
     assert "its steps take 1.060 +- 0.000 of the time" in text
     what = "about 5 % less time to the baseline's loss, in 90 % of the steps (95 %: 5 % less to 5 % less)"
     assert text.endswith(what)
-    text = worth.in_time(losses(1 / 0.9), losses(1), losses(0.8), [0.8, 1, 1.2])
+    text = estimate(1 / 0.9, [0.8, 1, 1.2])
     assert re.search("loss: .* less to .* more .95 %., best guess 10 % less: undecided$", text)
-    text = worth.in_time(losses(0.7), losses(1), losses(0.8), ratios)
+    text = estimate(0.7, ratios)
     assert "about 51 % more time" in text and text.endswith(", extrapolated")
-    text = worth.in_time(losses(2), losses(1), losses(0.8), ratios)
-    assert text.endswith("a look at the future: python records/referee.py COPY.py")
+    assert estimate(2, ratios).endswith("a look at the future: python records/referee.py COPY.py")
 
 
 def test_the_interval_of_the_time_holds_what_is_true():

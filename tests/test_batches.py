@@ -4,6 +4,7 @@
 
 import math
 import threading
+from collections import defaultdict
 from concurrent.futures import wait
 from dataclasses import replace
 
@@ -12,16 +13,11 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import generator, same_bits, tensors_of, train_loader, write_shard
-from launch import WAIT
+from golden_inputs import ALONE, generator, same_bits, tensors_of, train_loader, write_shard
+from launch import WAIT, wrap
 from test_distributed import batches_of, cfg, ngram_config  # noqa: F401 (a fixture)
 
 # ---------------------------------------------------------------------------------------------------- batches
-
-
-def rows_of(parts, field):
-    """Returns the rows in this field of micro-batches."""
-    return set(torch.cat([getattr(part, field).flatten() for part in parts]).tolist())
 
 
 def check_routes(routes, touched, rank, rows):
@@ -32,16 +28,21 @@ def check_routes(routes, touched, rank, rows):
     owners = [row // block for row in own]
     assert routes.row_ids.tolist() == own
     assert routes.input_splits == [owners.count(owner) for owner in range(world_size)]
-    arriving = [[row % block for row in sorted(other) if row // block == rank] for other in touched]
-    assert routes.local_row_ids.tolist() == sum(arriving, [])
-    assert routes.output_splits == [len(local_rows) for local_rows in arriving]
+    arriving = []
+    counts = []
+    for rows_of_other in touched:
+        local_rows = [row % block for row in sorted(rows_of_other) if row // block == rank]
+        arriving += local_rows
+        counts.append(len(local_rows))
+    assert routes.local_row_ids.tolist() == arriving
+    assert routes.output_splits == counts
     assert routes.row_ids.dtype == routes.local_row_ids.dtype == torch.int32
 
 
 def check_micro_batch(actual, read, plan, world_size):
     """Compares a micro-batch with what a loader has read, to which a Prefetcher adds segments and weights."""
     segments = {name: make(read) for name, make in tg.SEGMENT_MAKERS.items()}
-    shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights], dtype=torch.float64)
+    shares = torch.tensor(plan.loss_weights, dtype=torch.float64) * world_size / 8
     want = tensors_of(read._replace(segments=segments, loss_weights=shares))
     assert same_bits(tensors_of(actual), want)
     assert actual.max_seqlen == read.max_seqlen
@@ -53,10 +54,9 @@ def check_batches(rank, world_size, cfg):
     batches = batches_of(cfg, rank, world_size)
     built = [batches.next() for _ in range(cfg.steps)]
     assert batches.peek() is None
-    tables = {row.name: row for row in tg.used_specs(cfg) if row.kind == "embedding"}
+    tables = [row for row in tg.used_specs(cfg) if row.kind == "embedding"]
     shapes = tg.param_shapes(cfg, world_size)
-    # By table and rank: the micro-batches since the table's last update.
-    since_update = {name: [[] for _ in alone] for name in tables}
+    touched = defaultdict(set)  # by table and rank: the rows of micro-batches since the table's last update
     for step, batch in enumerate(built):
         plan = tg.plan_step(cfg, step)
         read = [loader.micro_batches(plan) for loader in alone]
@@ -64,16 +64,17 @@ def check_batches(rank, world_size, cfg):
         assert batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, read[rank], strict=True):
             check_micro_batch(actual, expected, plan, world_size)
-        for name, row in tables.items():
-            for parts, now in zip(since_update[name], read):
-                parts += now
+        for row in tables:
+            name = row.name
+            for other, micro_batches in enumerate(read):
+                for micro_batch in micro_batches:
+                    touched[name, other].update(getattr(micro_batch, row.rows_by).flatten().tolist())
             assert (name in batch.routes) == plan.is_update_step(row.update_every)
             if name in batch.routes:
-                touched = [rows_of(parts, row.rows_by) for parts in since_update[name]]
-                check_routes(batch.routes[name], touched, rank, shapes[name][0])
-                since_update[name] = [[] for _ in alone]
+                by_rank = [touched.pop((name, other)) for other in range(world_size)]
+                check_routes(batch.routes[name], by_rank, rank, shapes[name][0])
     assert batch.position[0] == 1  # the second shard
-    for loader in batches.loader, *alone:
+    for loader in alone + [batches.loader]:
         loader.close()
 
 
@@ -103,24 +104,25 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(tmp_path, monkey
     batches = batches_of(ngram_config(tmp_path), 0, 1)
     batch = batches.next()
     batches.loader.close()
-    copy_ = torch.Tensor.copy_
     copies = []
 
-    def recording_copy(self, *args, **options):
-        copies.append(options)
-        return copy_(self, *args, **options)
+    def recording_copy(copy_, self, source, non_blocking=False):
+        copies.append(non_blocking)
+        return copy_(self, source, non_blocking)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", recording_copy)
+    wrap("torch.Tensor.copy_", recording_copy, monkeypatch.setattr)
     micro_batch = batch.micro_batches[-1]
     for nest in micro_batch._replace(segments={}), micro_batch.segments, batch.routes["ngrams"]:
         tensors = tensors_of(nest)
         moved = tensors_of(tg.move(nest, torch.device("cpu")))
-        assert copies == [{"non_blocking": True}]
+        assert copies == [True]
         copies.clear()
         assert same_bits(moved, tensors)
-        assert {t.storage_offset() * t.itemsize % 16 for t in tensors} == {0}
-        (storage,) = {t.untyped_storage().data_ptr() for t in moved}
+        storage = moved[0].untyped_storage().data_ptr()
         assert storage != tensors[0].untyped_storage().data_ptr()
+        for before, after in zip(tensors, moved):
+            assert before.storage_offset() * before.itemsize % 16 == 0
+            assert after.untyped_storage().data_ptr() == storage
 
 
 # ----------------------------------------------------------------------------------------------------- errors
@@ -150,7 +152,7 @@ def test_close(cfg):
         raise tg.UserError("on purpose")
 
     loader.micro_batches = slow_build
-    tg.Prefetcher(loader, [tg.plan_step(cfg, 0)], tg.Collectives(0, 1))
+    tg.Prefetcher(loader, [tg.plan_step(cfg, 0)], ALONE)
     closing = threading.Thread(target=loader.close, daemon=True)
     closing.start()
     closing.join(0.1)
@@ -208,11 +210,15 @@ def test_segment_sum_rows(shape, dtype, signed):
     for T, power in (60, 99), (90, 8), (1, 8), (60, 99):
         ids = tg.int32(shape[0] * rng.random(T) ** power)
         sign_ids = torch.randint(0, 11, (1, T), generator=g, dtype=torch.int32)
-        segments = tg.make_segments(ids, sign_ids if signed else None)
+        grad = cancelling_numbers((T, *shape[1:]), dtype, g)
+        if signed:
+            segments = tg.make_segments(ids, sign_ids)
+            by_position = signs[sign_ids[0]].view(grad.shape)
+        else:
+            segments = tg.make_segments(ids)
+            by_position = torch.ones_like(grad)
         touched = segments.ids.long()
         out[touched] = out[touched].nan_to_num(7)
-        grad = cancelling_numbers((T, *shape[1:]), dtype, g)
-        by_position = signs[sign_ids[0]].view(grad.shape) if signed else torch.ones_like(grad)
         want = naive_sums(out, grad, ids, by_position)
         tg.segment_sum_rows(out, grad, segments, signs)
         assert same_bits(out, want)

@@ -790,13 +790,21 @@ def test_an_odd_config_is_named(run, odd):
     assert re.fullmatch(r"compare.py: log: its config .*\n", run("log")[2])
 
 
-BAD_USAGE = ["", "x --diff a b", "--begin a --update"]
-# Options that would have no effect.
-BAD_USAGE += ["--diff a b --json", "--update --target 3", "--begin a --json", "a b --json --anyway"]
-BAD_USAGE += ["x --target nan", "x --target 0", "x --curves missing/a.png", "x --curves readme.md"]
+# No argument at all; then also options that would have no effect.
+BAD_USAGE = """
+x --diff a b
+--begin a --update
+--diff a b --json
+--update --target 3
+--begin a --json
+a b --json --anyway
+x --target nan
+x --target 0
+x --curves missing/a.png
+x --curves readme.md"""
 
 
-@pytest.mark.parametrize("arguments", BAD_USAGE)
+@pytest.mark.parametrize("arguments", BAD_USAGE.split("\n"))
 def test_bad_usage(run, arguments):
     Path("readme.md").write_text("mine")
     with pytest.raises(SystemExit) as e:

@@ -128,15 +128,9 @@ def test_initial_values():
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
     assert one.pointer_sink.std().item() == pytest.approx(1024**-0.5, rel=0.1)
-    zeros = (
-        one.bigram_embed,
-        one.ve_gate_bank,
-        one.smear_gate,
-        one.mudd_w2,
-        one.mudd_gate_w2,
-        one.mlp_bank[1::2],
-    )
-    assert not any(p.any() for p in zeros)
+    for name in "bigram_embed ve_gate_bank smear_gate mudd_w2 mudd_gate_w2".split():
+        assert not getattr(one, name).any(), name
+    assert not one.mlp_bank[1::2].any()
     root = math.sqrt(1.1)
     for p, values in (
         (one.mudd_b2[0] * 0.1, [0] * 6 + [2, 2, root, 1, 0, 0.05, root, 1]),
@@ -166,8 +160,8 @@ def test_initial_values_do_not_depend_on_other_parameters():
     for name, p in fewer.named_parameters():
         assert p.equal(getattr(model, name)), name
     assert fewer.signs.equal(model.signs)
-    first = [bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)]
-    assert len(set(first)) == 3
+    first = {bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)}
+    assert len(first) == 3
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------
@@ -232,9 +226,9 @@ def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
     assert count == 1 and cpu.steps < tg.CPU.steps
     presets = module.PRESETS
     half = module.override(presets["cpu"], "length=0.5")
-    found = [module.config_json(cfg) for cfg in (presets["cpu"], presets["words"], half)]
-    expected = cpu, tg.PRESETS["words"], tg.override(cpu, "length=0.5")
-    assert found == [tg.config_json(cfg) for cfg in expected]
+    assert module.config_json(presets["cpu"]) == tg.config_json(cpu)
+    assert module.config_json(presets["words"]) == tg.config_json(tg.PRESETS["words"])
+    assert module.config_json(half) == tg.config_json(tg.override(cpu, "length=0.5"))
     # Torch would replace an operation by one of the same name.
     assert torch.ops.train_gpt.write_grad.default is tg.write_grad_op
 
@@ -293,8 +287,9 @@ print("quiet")
 def test_import_does_nothing(tmp_path):
     command = [sys.executable, "-B", "-c", WATCH, "--preset", "nonsense"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RANK": "7", "WORLD_SIZE": "9"}
-    options = {"text": True, "capture_output": True, "timeout": WAIT}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, **options)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=WAIT
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "quiet\n", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -397,12 +392,17 @@ def test_the_record_has_the_published_constants():
     banks = set()
     for row in cfg.params:
         if row.optimizer == "adam":
-            numbers = *row.betas, row.lr_mul, row.wd_mul, *row.update_every
-            adam_lines.add(" ".join([row.name, *map("{:g}".format, numbers)]))
+            beta1, beta2 = row.betas
+            early, late = row.update_every
+            factors = f"{row.lr_mul:g} {row.wd_mul:g}"
+            adam_lines.add(f"{row.name} {beta1:g} {beta2:g} {factors} {early} {late}")
         else:
             banks.add(row.name)
             assert (row.lr_mul, row.wd_mul, row.update_every) == (1, 1, (1, 1))
-            assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
+            matrix_lr_mul = ()
+            if row.name == "mlp_bank":
+                matrix_lr_mul = (1, 2)
+            assert row.matrix_lr_mul == matrix_lr_mul
     assert adam_lines >= set(ADAM.splitlines())
     assert banks >= {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     for layer, expected in zip(cfg.layers, LAYERS.splitlines(), strict=True):

@@ -42,7 +42,7 @@ def tokenize(out, files, options="--val-one-in 2"):
     tt.main([str(out)] + list(map(str, files)) + arguments)
 
 
-def documents_in(out, split, encoding=BYTES):
+def documents_in(out, split, encoding):
     """Returns the texts of all shards of a split, in order."""
     texts = []
     for path in sorted(out.glob(f"*_{split}_*.bin")):
@@ -68,9 +68,7 @@ def in_split(texts, split):
     return [text for text in texts if is_validation(text) == (split == "val")]
 
 
-NUMBERS = [b"%d" % i for i in range(99)]
-TRAIN = in_split(NUMBERS, "train")[0].decode()
-VAL = in_split(NUMBERS, "val")[0].decode()
+TRAIN, VAL = "0", "3"  # by their hashes, if one document in two is for validation
 
 
 def encode_all(texts):
@@ -211,8 +209,8 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr()
     places = ["a.txt:3"]
     places += [f"b.jsonl:{i}" for i in range(1, 8)]
-    places += ["c.jsonl.gz:2", "d.txt:1", "e.jsonl:1", "f.JSON:1", "g:1"]
-    places += ["h.json:1", "h1:1", "h2:1", "i.CSV:1", "j.tsv.gz:1", "k.json:1", "l.txt:9001"]
+    others = "c.jsonl.gz:2 d.txt:1 e.jsonl:1 f.JSON:1 g:1 h.json:1 h1:1 h2:1 i.CSV:1 j.tsv.gz:1 k.json:1"
+    places += others.split() + ["l.txt:9001"]
     named = re.findall(rf"^left out: {tmp_path}/(.*?): ", printed.err, re.MULTILINE)
     assert sorted(named) == places and "20 bad documents" in printed.out
 
@@ -231,7 +229,7 @@ def test_a_split_without_documents_is_an_error(tmp_path, texts, problem):
         SystemExit, match=rf"^tokenize_text.py: {problem} \(0 bad and 1 empty .* too little: "
     ):
         tokenize(tmp_path / "out", [file])
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not os.listdir(tmp_path / "out")
 
 
 def test_names_are_those_of_the_folder(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ import saved_model
 import tokenize_text as tt
 import train_gpt as tg
 from configs import BASE
-from golden_inputs import generator, read_golden, same_bits, write_shard
+from golden_inputs import ALONE, generator, read_golden, same_bits, write_shard
 from launch import Launch, make_corpus, settings
 from saved_model import config_from_dict, load_model, read_config
 from test_ngram_runs import NGRAMS, one_log
@@ -67,9 +67,9 @@ def change(saved, **settings):
     return saved | {"config": json.dumps(json.loads(saved["config"]) | settings)}
 
 
-def save(path, model):
+def save(path, model, fingerprint=""):
     """Saves a model as a run of one process does."""
-    tg.save_model(path, model, "0123456789ab", tg.Collectives(0, 1))
+    tg.save_model(path, model, "0123456789ab", ALONE, fingerprint)
 
 
 def random_model(run, *change):
@@ -145,13 +145,10 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
     old = golden["config"]
     for row in old["params"]:
         row["shape"] = row["init"] = "__import__('os').mkdir('run_by_a_model')"
-    new_field = ""
     try:
         cfg = read_config(json.dumps(old))
-    except tg.UserError as error:
-        new_field = str(error)
-    if new_field:
-        pytest.fail(new_field, pytrace=False)
+    except tg.UserError as error:  # it names a new field
+        pytest.fail(str(error), pytrace=False)
     assert not Path("run_by_a_model").exists()
     assert (cfg.late_updates_from, cfg.two_momenta_from) == (old["second_cadence_from"], old["rails_step"])
     for layer, before in zip(cfg.layers, old["layers"], strict=True):

@@ -49,8 +49,7 @@ def golden_config(dtype):
     return tiny_config(dtype, ngrams=ngrams, window_unit=128)
 
 
-def golden_batch(case, cfg, cap):
-    want = MODEL["cases"][case]
+def golden_batch(want, cfg, cap):
     ngrams = ("bigram", "trigram")
     tokens = np.array(want["tokens"], np.uint16)
     starts = np.array(want["starts"][1:])
@@ -64,6 +63,7 @@ def golden_batch(case, cfg, cap):
 
 @functools.cache
 def golden_model(case, kind):
+    """Returns a golden case, and its model and plan."""
     cfg = golden_config(DTYPES[kind])
     want = MODEL["cases"][case]
     model = fill_model(tg.GPT(cfg, WORLD), want["tied"])
@@ -71,15 +71,15 @@ def golden_model(case, kind):
     model.use_rotary(want["rotary_stage"])
     windows = dict(zip(("short", "long"), want["windows"]))
     plan = tg.plan_step(cfg, 0)
-    return model, plan._replace(windows=windows, mtp=tuple(want["mtp_weights"]), prefix=want["prefix_weight"])
+    plan = plan._replace(windows=windows, mtp=tuple(want["mtp_weights"]), prefix=want["prefix_weight"])
+    return want, model, plan
 
 
 @KINDS
 @CASES
 def test_training_losses(case, kind):
-    model, plan = golden_model(case, kind)
-    want = MODEL["cases"][case]
-    batch = golden_batch(case, model.cfg, want["cap"] or 0)
+    want, model, plan = golden_model(case, kind)
+    batch = golden_batch(want, model.cfg, want["cap"] or 0)
     with torch.no_grad():
         x = model.forward(model.look_up(batch, training=False), batch, plan.windows)
         logits = x @ model.lm_head
@@ -103,9 +103,8 @@ def test_attention_cap(case):
 @KINDS
 @CASES
 def test_validation_losses(case, kind):
-    model, plan = golden_model(case, kind)
-    want = MODEL["cases"][case]
-    losses = model.token_losses(golden_batch(case, model.cfg, 0), plan.windows)
+    want, model, plan = golden_model(case, kind)
+    losses = model.token_losses(golden_batch(want, model.cfg, 0), plan.windows)
     assert losses.mean().item() == pytest.approx(want["eval_mean"], rel=LOSS_NEAR[kind])
     assert losses[:8].tolist() == pytest.approx(want["eval_first8"], rel=LOSS_NEAR[kind])
 
@@ -113,10 +112,9 @@ def test_validation_losses(case, kind):
 @functools.cache
 def gradients(case, kind):
     """Returns gradients by golden name in the reference's layout."""
-    model, plan = golden_model(case, kind)
-    want = MODEL["cases"][case]
+    want, model, plan = golden_model(case, kind)
     model.zero_grad()
-    batch = golden_batch(case, model.cfg, want["cap"] or 0)
+    batch = golden_batch(want, model.cfg, want["cap"] or 0)
     leaves = backward(model, batch, plan)
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name in ("embed", "value_embeds"):
@@ -160,6 +158,8 @@ def test_schedule_rows(row):
     assert min(plan.max_doc_len, tg.RECORD.attention_cap) == row["attention_cap"]
     assert tg.cu_seqlens_capacity(plan.batch_tokens // 8) == row["slots"]
     assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
+    for name in "momentum", "fast_beta", "fast_weight":
+        assert getattr(plan, name) == pytest.approx(row[name], rel=1e-14)
 
 
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))

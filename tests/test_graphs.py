@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
 from golden_inputs import prefetch_exchange, training_of
+from launch import wrap
 from test_distributed import build, digest, few_layers, run_steps  # noqa: F401 (a fixture)
 
 NGRAMS = tg.Ngrams(orders=(2, 3), rows_per_order=200, width=12, dtype="float32")
@@ -140,10 +141,9 @@ def test_replays_change_no_bit(cfg, variant, stand_ins):
     cfg = replace(cfg, **VARIANTS[variant])
     losses, parameters, _ = train_once(cfg)
     assert StandInGraph.count == 0
-    losses_by_graphs, parameters_by_graphs, _ = train(replace(cfg, cuda_graphs=True))
+    by_graphs = train(replace(cfg, cuda_graphs=True))
     assert StandInGraph.count >= 8
-    assert losses_by_graphs == losses
-    assert parameters_by_graphs == parameters
+    assert by_graphs[:2] == (losses, parameters)
 
 
 @pytest.mark.slow
@@ -151,9 +151,8 @@ def test_replays_change_no_bit(cfg, variant, stand_ins):
 def test_a_resumed_run_replays_its_own_graphs(cfg, variant, stand_ins):
     cfg = replace(cfg, **VARIANTS[variant])
     losses, parameters, checkpoint = train_once(cfg)
-    losses_after, parameters_after, _ = train(replace(cfg, cuda_graphs=True), checkpoint)
-    assert losses_after == losses[SAVED_AFTER:]
-    assert parameters_after == parameters
+    resumed = train(replace(cfg, cuda_graphs=True), checkpoint)
+    assert resumed[:2] == (losses[SAVED_AFTER:], parameters)
 
 
 def forget_to_accumulate(patch):
@@ -162,34 +161,29 @@ def forget_to_accumulate(patch):
 
 def add_a_number_of_the_host(patch):
     """Multiplies each micro-batch's gradient by another number, which a replay does not see."""
-    head = tg.GPT.head_loss_and_grad
     calls = itertools.count(1)
 
-    def head_times_number(*args, **kwargs):
+    def head_times_number(head, *args, **kwargs):
         loss, dx = head(*args, **kwargs)
         return loss, dx * (1 + next(calls) / 1000)
 
-    patch.setattr(tg.GPT, "head_loss_and_grad", head_times_number)
+    wrap("GPT.head_loss_and_grad", head_times_number, patch.setattr)
 
 
 def make_inputs_anew(patch):
-    initialize = tg.GPT.initialize
-
-    def with_new_tensors(self, seed):
+    def with_new_tensors(initialize, self, seed):
         initialize(self, seed)
         self.micro_batch_buffer = torch.empty
 
-    patch.setattr(tg.GPT, "initialize", with_new_tensors)
+    wrap("GPT.initialize", with_new_tensors, patch.setattr)
 
 
 def make_signs_anew(patch):
-    train_step = tg.train_step
-
-    def with_new_signs(model, *args):
+    def with_new_signs(train_step, model, *args):
         model.signs = -model.signs
         return train_step(model, *args)
 
-    patch.setattr(tg, "train_step", with_new_signs)
+    wrap("train_step", with_new_signs, patch.setattr)
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ def test_a_failed_test_says_what_has_changed(tmp_path, capsys):
     """The hint is a line below the failures, once for all tests of the same."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    pinned\n    forms\n")
     (tmp_path / "test_failing.py").write_text(FAILING)
-    options = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    assert pytest.main([str(tmp_path), *options], plugins=[conftest]) == pytest.ExitCode.TESTS_FAILED
+    options = "-q --tb=no -p no:cacheprovider -p no:xdist".split()
+    assert pytest.main(options + [str(tmp_path)], plugins=[conftest]) == pytest.ExitCode.TESTS_FAILED
     printed = capsys.readouterr().out
     (pinned,) = re.findall("^the number of layers has changed: (.*)", printed, re.MULTILINE)
     assert "setting that `record` leaves off (docs/testing.md)" in pinned

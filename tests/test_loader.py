@@ -13,7 +13,7 @@ import torch
 import train_gpt as tg
 from configs import BASE
 from golden_inputs import batch_plan, random_documents, train_loader, val_loader, write_shard
-from launch import WAIT
+from launch import WAIT, wrap
 
 VOCAB, BOS = 257, 256
 
@@ -167,14 +167,13 @@ def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, 
     at_once = len(list(naive_batches([shards[0][:first_read]], schedule, 8)))
     monkeypatch.setattr(tg, "FIRST_READ", first_read)
     may_read = threading.Event()
-    read_shard = tg.read_shard
 
-    def slow_read(path, cfg, count=-1):
+    def slow_read(read_shard, path, cfg, count=-1):
         if count == -1:
             assert may_read.wait(WAIT)
         return read_shard(path, cfg, count)
 
-    monkeypatch.setattr(tg, "read_shard", slow_read)
+    wrap("read_shard", slow_read, monkeypatch.setattr)
     loader = train_loader(config(tmp_path))
     for i, micro_batches in enumerate(want):
         if i == at_once:

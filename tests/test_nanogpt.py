@@ -39,7 +39,7 @@ def clone(tmp_path, monkeypatch):
 
 
 def test_both_in_turns(clone, capsys):
-    nanogpt.main(["nanoGPT", "--runs", "2", "--picture", "curves.png"])
+    nanogpt.main("nanoGPT --runs 2 --picture curves.png".split())
     printed = capsys.readouterr().out
     # An iteration without an evaluation takes 50 ms, so two take 0.1 s.
     pair = ["nanoGPT's recipe: 1.9000 after 0.1 s", "the cpu preset: 1.5000 after 0.1 s"]

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import prefetch_exchange, same_bits, training_of, val_loader
+from golden_inputs import ALONE, prefetch_exchange, same_bits, training_of, val_loader
+from launch import wrap
 from saved_model import load_model
 from test_distributed import batches_of, build, join, ngram_config, same_on_all_ranks, start_values, train
 
@@ -32,7 +33,7 @@ class WholeTable(tg.NgramTable):
     """
 
     def __init__(self, cfg, comm, backend):
-        super().__init__(cfg, tg.Collectives(0, 1), backend)
+        super().__init__(cfg, ALONE, backend)
         self.world_size = comm.world_size
         self.looked_up = []  # since the last update
 
@@ -163,14 +164,13 @@ def live(rank, world_size, cfg, folder, limit):
     comm, model, optimizer = build(rank, world_size, cfg)
     mode = Storages(limit, {t.untyped_storage().data_ptr() for t in optimizer.ngrams.state_dict().values()})
     val, windows = val_loader(cfg), tg.window_tokens(cfg, cfg.val_windows)
-    build_batch = tg.Prefetcher._build
 
-    def watched(*args):  # a mode belongs to one thread
+    def watched(build, *args):  # a mode belongs to one thread
         with mode:
-            return build_batch(*args)
+            return build(*args)
 
     with pytest.MonkeyPatch.context() as patch, mode:
-        patch.setattr(tg.Prefetcher, "_build", watched)
+        wrap("Prefetcher._build", watched, patch.setattr)
         patch.setattr(tg, "FIRST_READ", 1 << 12)  # a constant, but more than `limit`
         patch.setattr(tg, "warmup_ranges", lambda cfg: [range(2)])
         tg.warm_up(training_of(model, optimizer, prefetch_exchange(rank, world_size)))
@@ -183,7 +183,7 @@ def live(rank, world_size, cfg, folder, limit):
         tg.save_checkpoint(folder / "x.checkpoint", {}, {"step": 3}, model, optimizer)
         tg.save_model(str(folder / "model.pt"), model, "run", comm)
         comm.from_rank_0(None)  # all ranks have written
-        tg.validate(load_model(str(folder / "model.pt")), val, tg.Collectives(0, 1), windows)
+        tg.validate(load_model(str(folder / "model.pt")), val, ALONE, windows)
     return mode.large, tracemalloc.get_traced_memory()[1]
 
 

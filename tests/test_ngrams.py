@@ -89,13 +89,11 @@ def word(document, t):
 
 def above(document, t):
     """Returns token t, and the one above the token after it."""
-    lines = []
+    lines = [[]]
     for token in document[1 : t + 1]:  # after BOS
-        if not lines or lines[-1][-1] == ord("\n"):
-            lines.append([])
         lines[-1].append(token)
-    if not lines or lines[-1][-1] == ord("\n"):
-        lines.append([])
+        if token == ord("\n"):
+            lines.append([])
     column = len(lines[-1])
     if len(lines) == 1 or column >= len(lines[-2]):
         return document[t], None

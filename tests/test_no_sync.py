@@ -6,7 +6,6 @@ Data reaches the device through move(), from page-locked memory if there is a GP
 """
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,13 +19,13 @@ from test_distributed import batches_of, few_layers  # noqa: F401 (a fixture)
 
 def segment_sum_rows(out, grad, index, signs=None):
     """Does nothing: "meta" has no segment_reduce."""
-    for t in (out, grad, signs, *index):
+    for t in (out, grad, signs) + index:
         assert t is None or t.device.type == "meta"
 
 
-def fail_on_device(make, *args, **options):
+def fail_on_device(make, numbers, **options):
     """Raises if a tensor is made of Python numbers on the GPU: the host would wait for their copy."""
-    made = make(*args, **options)
+    made = make(numbers, **options)
     if made.device.type == "meta":
         raise RuntimeError("numbers are copied to the GPU")
     return made
@@ -40,8 +39,8 @@ def train_on_meta(cfg, monkeypatch, backend=tg.TORCH_BACKEND):
     backend = backend._replace(segment_sum_rows=segment_sum_rows)
     model, optimizer = tg.build(cfg, backend, comm, 0)
     batches = batches_of(cfg, 0, 1)
-    for name in ("tensor", "as_tensor"):
-        monkeypatch.setattr(torch, name, partial(fail_on_device, getattr(torch, name)))
+    for name in "torch.tensor", "torch.as_tensor":
+        wrap(name, fail_on_device, monkeypatch.setattr)
     try:
         for _ in range(cfg.steps):
             loss = tg.train_step(model, optimizer, batches.next(), batches.peek)

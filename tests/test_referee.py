@@ -22,8 +22,9 @@ from launch import TINY, make_corpus
 
 SCRIPT = Path(tg.__file__)
 # A run of a second: two micro-batches, n-grams, and what TINY has.
-SETTINGS = [*TINY, "microbatches=2", "val_slice_tokens=128"]
-SETTINGS += ["ngrams.orders=2,3", "ngrams.rows_per_order=512", "ngrams.width=16"]
+SETTINGS = """
+microbatches=2 val_slice_tokens=128 ngrams.orders=2,3 ngrams.rows_per_order=512 ngrams.width=16
+""".split()
 NO_POINTER = ["pointer_dim=0"]
 OF_A_LOSS = ("causal", "a probability", "targets are only looked up")
 
@@ -52,14 +53,20 @@ MAIN = 'if __name__ == "__main__":\n'
 
 def make_tiny(*settings):
     """Returns the edit by which the preset `cpu` has SETTINGS and `settings`."""
-    loop = f"for setting in {[*SETTINGS, *settings]}:\n"
+    loop = f"for setting in {TINY + SETTINGS + list(settings)}:\n"
     return MAIN, loop + '    PRESETS["cpu"] = override(PRESETS["cpu"], setting)\n\n' + MAIN
 
 
-def judge(script, corpus, folder, log=None, only=referee.RULES):
-    runs = folder / "runs"
-    runs.mkdir(exist_ok=True)
-    return rules.judge(rules.Case(script, "cpu", runs, corpus, log), only)
+@pytest.fixture
+def judge(corpus, tmp_path):
+    """Returns judge(script, only): it returns what the referee says by rule, of these rules alone."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+
+    def judge(script, only=referee.RULES, log=None, data=corpus):
+        return rules.judge(rules.Case(script, "cpu", runs, data, log), only)
+
+    return judge
 
 
 # What the head computes in validation, and a step of the timed loop: several edits begin there.
@@ -218,16 +225,17 @@ WITHOUT_POINTER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule,name", [(rule, name) for rule in CHEATS for name in CHEATS[rule]])
-def test_cheat_is_caught_by_its_rule(rule, name, corpus, tmp_path):
+def test_cheat_is_caught_by_its_rule(rule, name, judge, tmp_path):
     texts = CHEATS[rule][name]
-    settings = NO_POINTER if name in WITHOUT_POINTER else []
+    settings = []
+    if name in WITHOUT_POINTER:
+        settings += NO_POINTER
     if rule in OF_A_LOSS:  # needs a trained model, and nothing else of its run
-        settings = [*settings, "warmup=false", "val_slices=1"]
-    edits = [*zip(texts[::2], texts[1::2])]
+        settings += ["warmup=false", "val_slices=1"]
+    edits = list(zip(texts[::2], texts[1::2]))
     if rule != "the track's constants":
         edits.append(make_tiny(*settings))
-    found = judge(edited(tmp_path, *edits), corpus, tmp_path, only=[rule])
-    assert found[rule].startswith("broken: ")
+    assert judge(edited(tmp_path, *edits), [rule])[rule].startswith("broken: ")
 
 
 # Several edits, or settings, at once: to judge a script by all rules takes 20 s.
@@ -257,11 +265,11 @@ HONEST_SETTINGS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*HONEST_EDITS, *HONEST_SETTINGS])
-def test_honest_edits_pass(name, corpus, tmp_path):
+def test_honest_edits_pass(name, judge, tmp_path):
     texts = HONEST_EDITS.get(name, [])
     settings = HONEST_SETTINGS.get(name, [])
     script = edited(tmp_path, *zip(texts[::2], texts[1::2]), make_tiny(*settings))
-    found = judge(script, corpus, tmp_path)
+    found = judge(script)
     del found["the log's script"]  # there is no log
     del found["the track's constants"]  # a tiny preset has others
     wrong = {rule: result for rule, result in found.items() if not result.startswith("ok")}
@@ -269,12 +277,12 @@ def test_honest_edits_pass(name, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_slices_that_are_equal_count_each(corpus, tmp_path):
+def test_slices_that_are_equal_count_each(corpus, judge, tmp_path):
     data = shutil.copytree(corpus, tmp_path / "data")
     tokens = np.memmap(next(data.glob("*_val_*.bin")), "<u2", "r+", 1024)
     tokens[:] = np.resize(tokens[:128], len(tokens))
-    (found,) = judge(edited(tmp_path, make_tiny()), data, tmp_path, only=["the whole validation"]).values()
-    assert found.startswith("ok")
+    rule = "the whole validation"
+    assert judge(edited(tmp_path, make_tiny()), [rule], data=data)[rule].startswith("ok")
 
 
 def test_verdict_is_read_as_it_was_written(tmp_path):
@@ -316,10 +324,7 @@ def commit(folder):
     return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
 
 
-RULE = "the log's script"
-
-
-def test_log_has_the_script_of_its_commit(corpus, tmp_path, monkeypatch):
+def test_log_has_the_script_of_its_commit(judge, tmp_path, monkeypatch):
     script = edited(tmp_path)
     log = write_log(tmp_path, script)
     text = log.read_text()
@@ -332,22 +337,21 @@ def test_log_has_the_script_of_its_commit(corpus, tmp_path, monkeypatch):
     }
     for content, answer in answers.items():
         log.write_text(content)
-        assert judge(script, corpus, tmp_path, log, [RULE])[RULE].startswith(answer)
+        assert judge(script, ["the log's script"], log)["the log's script"].startswith(answer)
 
 
-def test_log_with_other_constants_is_caught(corpus, tmp_path):
+def test_log_with_other_constants_is_caught(judge, tmp_path):
     script = edited(tmp_path)
     log = write_log(tmp_path, script)
     config = dataclasses.asdict(tg.PRESETS["cpu"]) | {"val_slices": 64}
     log.write_text(f"{log.read_text()}config: {json.dumps(config)}\n")
-    rule = "the track's constants"
-    found = judge(script, corpus, tmp_path, log, [rule])
-    assert found[rule] == "broken: val_slices is 64, not 128"
+    found = judge(script, ["the track's constants"], log)
+    assert found == {"the track's constants": "broken: val_slices is 64, not 128"}
 
 
-def test_script_without_the_functions_is_not_shown(corpus, tmp_path):
+def test_script_without_the_functions_is_not_shown(judge, tmp_path):
     script = edited(tmp_path, ["class ValLoader:", "class ValidationLoader:"])
-    found = judge(script, corpus, tmp_path, only=["causal", "the clock"])
+    found = judge(script, ["causal", "the clock"])
     assert "has no attribute 'ValLoader'" in found["the clock"]
     assert found["causal"] == "not shown: RuntimeError: the run `normal` failed"
 

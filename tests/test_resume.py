@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import same_bits, tensors_of
+from golden_inputs import ALONE, same_bits, tensors_of
 from launch import (
     SOURCE,
     TINY,
@@ -44,30 +44,29 @@ def corpus(tmp_path_factory):
 
 
 def make_config(corpus, *change):
-    return tg.with_settings(tg.CPU, [f"data={corpus}", *TINY, *SMALL, *change])
+    return tg.with_settings(tg.CPU, [f"data={corpus}"] + TINY + SMALL + list(change))
 
 
 @pytest.fixture(scope="module")
 def launch(corpus):
-    """Returns launch(folder, *arguments, ...): it starts a small run there. change: more settings."""
+    """Returns launch(folder, arguments, ...): it starts a small run there. change: more settings."""
 
-    def launch(folder, *arguments, change=(), **options):
+    def launch(folder, arguments, change=(), **options):
         folder.mkdir(exist_ok=True)
-        run_settings = settings(*SMALL, *change)
-        return Launch(folder, "--preset", "cpu", "--data", corpus, *run_settings, *arguments, **options)
+        command = ["--preset", "cpu", "--data", corpus] + settings(*SMALL, *change) + arguments.split()
+        return Launch(folder, *command, **options)
 
     return launch
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(launch, tmp_path_factory):
-    """Returns uninterrupted(world_size, *change): it returns the folder of such a run."""
+    """Returns uninterrupted(world_size, change): it returns the folder of such a run."""
 
     @functools.cache
-    def uninterrupted(world_size, *change):
+    def uninterrupted(world_size, change=()):
         folder = tmp_path_factory.mktemp("uninterrupted")
-        options = "--checkpoint-every", 3, "--save", "model.pt"
-        launch(folder, *options, change=change, world_size=world_size).succeed()
+        launch(folder, "--checkpoint-every 3 --save model.pt", change, world_size=world_size).succeed()
         return folder
 
     return uninterrupted
@@ -75,13 +74,12 @@ def uninterrupted(launch, tmp_path_factory):
 
 @pytest.fixture
 def stopped(launch, tmp_path):
-    """Returns stopped(world_size, step, *change): it makes a folder with a run killed at a checkpoint."""
+    """Returns stopped(world_size, step, change): it makes a folder with a run killed at a checkpoint."""
 
-    def stopped(world_size, step, *change):
+    def stopped(world_size, step, change=()):
         folder = tmp_path / "stopped"
         faults = dict.fromkeys(range(4), FaultAtCall("train_step", step + 1, die))
-        run = launch(folder, "--checkpoint-every", 2, change=change, world_size=world_size, faults=faults)
-        with run:
+        with launch(folder, "--checkpoint-every 2", change, world_size=world_size, faults=faults) as run:
             run.wait()
         checkpoints = [path.name for path in folder.glob("records/**/*.checkpoint/*")]
         assert checkpoints == [f"step{step:08d}"], run.err
@@ -119,11 +117,8 @@ def log_of(folder):
 
 
 def newest(folder):
-    """Returns the checkpoint that --resume would take, or None."""
-    log = log_of(folder)
-    if log is None:
-        return None
-    return tg.find_checkpoint(str(folder / log))
+    """Returns the checkpoint that --resume would take."""
+    return tg.find_checkpoint(str(folder / log_of(folder)))
 
 
 def step_of(checkpoint):
@@ -157,15 +152,15 @@ def assert_same_end(folder, expected):
 def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, world_size, change):
     """Kills it twice: after a step without a checkpoint, and after one with."""
     folder = tmp_path / "run"
-    expected = uninterrupted(world_size, *change)
+    expected = uninterrupted(world_size, change)
     resumed = []
     for call in 6, 5, 99:  # of train_step, before which it dies; the third run ends before that
-        options = ["--save", "model.pt", "--checkpoint-every", 1]
-        if newest(folder):
+        options = "--save model.pt --checkpoint-every 1"
+        if log_of(folder):
             resumed.append(step_of(newest(folder)))
-            options += ["--resume", log_of(folder)]
+            options += f" --resume {log_of(folder)}"
         faults = dict.fromkeys(range(4), FaultAtCall("train_step", call, die))
-        with launch(folder, *options, change=change, world_size=world_size, faults=faults) as run:
+        with launch(folder, options, change, world_size=world_size, faults=faults) as run:
             codes = run.wait()
         assert -9 in codes or call == 99, run.err
     assert resumed == [4, 8]
@@ -186,7 +181,7 @@ def litter():
 @pytest.mark.slow
 def test_other_files_beside_checkpoints_end_no_run(launch, tmp_path):
     faults = {0: FaultAtCall("save_checkpoint", 2, litter)}
-    launch(tmp_path, "--checkpoint-every", 4, faults=faults).succeed()
+    launch(tmp_path, "--checkpoint-every 4", faults=faults).succeed()
     assert found_in_logs(tmp_path, r"^checkpoint: after step (\d+);") == {"4", "8"}
     assert [path.name for path in tmp_path.rglob("step*")] == ["step00000004.backup"]
 
@@ -198,7 +193,7 @@ def test_other_files_beside_checkpoints_end_no_run(launch, tmp_path):
 def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_path, monkeypatch):
     """One of two ranks dies before each change that saving makes. An earlier kill has left files behind."""
     change = ("stages.3.steps=12",)
-    start = stopped(2, 4, *change)
+    start = stopped(2, 4, change)
     changes = []
     monkeypatch.setattr("launch.GRACE", 0)
     left = newest(start).with_name("step00000008.partial")
@@ -206,9 +201,9 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
     (left / "rank1.pt").write_bytes(b"half")
     for n in itertools.count(1):
         folder = shutil.copytree(start, tmp_path / str(n))
-        options = ["--resume", log_of(folder), "--checkpoint-every", 2, "--save", "model.pt"]
+        options = f"--resume {log_of(folder)} --checkpoint-every 2 --save model.pt"
         faults = {0: FaultAtWrite("save_checkpoint", n, die), 1: FaultAtCall("save_checkpoint", 2, die)}
-        with launch(folder, *options, change=change, world_size=2, faults=faults) as run:
+        with launch(folder, options, change, world_size=2, faults=faults) as run:
             codes = run.wait()
         changes += re.findall(r"^change: (.+)", run.out, re.MULTILINE)
         if len(changes) < n:  # there are no more: both reached the next checkpoint
@@ -221,10 +216,10 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
         else:
             assert step == 4
         faults = {0: FaultAtCall("train_step", 6, list_checkpoints)}
-        with launch(folder, *options, change=change, world_size=2, faults=faults) as run:
+        with launch(folder, options, change, world_size=2, faults=faults) as run:
             run.succeed()
         assert f"checkpoints: step{step + 4:08d}\n" in run.out  # and nothing half written or older
-        assert_same_end(folder, uninterrupted(2, *change))
+        assert_same_end(folder, uninterrupted(2, change))
     write_shard = ["open", "half of torch.save"]
     remove_earlier = ["os.remove", "os.remove", "os.rmdir"]
     assert changes == ["os.mkdir"] + write_shard + ["os.rename"] + remove_earlier
@@ -261,14 +256,16 @@ def test_only_its_own_files_and_only_when_no_run_has_them(launch, stopped):
     """Starts two ranks whose files are exchanged, and then a run that another one still has."""
     folder = stopped(2, 4)
     checkpoint = newest(folder)
-    zero, one, other = (checkpoint / name for name in ("rank0.pt", "rank1.pt", "other"))
+    zero = checkpoint / "rank0.pt"
+    one = checkpoint / "rank1.pt"
+    other = checkpoint / "other"
     for fault in "another rank", "still goes on":
         zero.rename(other)  # the second time they come back
         one.rename(zero)
         other.rename(one)
         if fault == "still goes on":
             tg.lock_checkpoints(checkpoint.parent)
-        with launch(folder, "--resume", log_of(folder), "--checkpoint-every", 2, world_size=2) as run:
+        with launch(folder, f"--resume {log_of(folder)} --checkpoint-every 2", world_size=2) as run:
             assert run.wait()[0] == 1 and fault in run.err
 
 
@@ -281,10 +278,10 @@ def test_a_resumed_run_keeps_its_name(tmp_path):
     (log.with_suffix(".checkpoint") / "step00000004").mkdir(parents=True)
     resume = functools.partial(SimpleNamespace, seed=0, resume=str(log))
     for name in "", "Mine":
-        path, _ = tg.name_run(resume(name=name), "other", tg.Collectives(0, 1), {"step": 4})
+        path, _ = tg.name_run(resume(name=name), "other", ALONE, {"step": 4})
         assert path == log.with_suffix("")
     with pytest.raises(tg.UserError, match="^--name ine: .* another name"):
-        tg.name_run(resume(name="ine"), "other", tg.Collectives(0, 1), {"step": 4})
+        tg.name_run(resume(name="ine"), "other", ALONE, {"step": 4})
 
 
 @pytest.mark.slow
@@ -295,17 +292,18 @@ def test_the_log_of_a_resumed_run(launch, uninterrupted, stopped):
     saved["train_ms"] = 1e6
     torch.save(saved, path / "rank0.pt")
     # How many samples are printed at the end may differ.
-    with launch(folder, "--resume", log_of(folder), "--save", "model.pt", change=("samples=0",)) as run:
+    with launch(folder, f"--resume {log_of(folder)} --save model.pt", ["samples=0"]) as run:
         run.succeed()
     name = path.parent.stem
     first, resumed = sorted(logs(folder), key=len)
     assert first == f"{name}.txt" and resumed.startswith(f"{name}.from4_")
     text = logs(folder)[resumed]
     assert f"\nresumed: {name} after step 4\n" in text and f"resumed: {name} after step 4\n" in run.out
-    lines = re.findall(r"^step:(\d+)/12 (?:val_loss:\S+ )?train_time:(\d+)ms", text, re.MULTILINE)
-    steps, times = zip(*[map(int, line) for line in lines])
-    assert steps == (5, 6, 6, 7, 8, 9, 9, 10, 11, 12, 12)
-    assert 1e6 <= min(times) and max(times) < 1.06e6
+    steps = []
+    for step, ms in re.findall(r"^step:(\d+)/12 (?:val_loss:\S+ )?train_time:(\d+)ms", text, re.MULTILINE):
+        steps.append(int(step))
+        assert 1e6 <= int(ms) < 1.06e6
+    assert steps == [5, 6, 6, 7, 8, 9, 9, 10, 11, 12, 12]
     assert_same_end(folder, uninterrupted(0))
-    with launch(folder, "--resume", ATTEMPTS / first) as again:  # it is complete
+    with launch(folder, f"--resume {ATTEMPTS / first}") as again:  # it is complete
         assert again.wait() == [1] and "it has no checkpoint" in again.err

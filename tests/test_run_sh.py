@@ -485,7 +485,8 @@ def test_ranks_end_with_torchrun_without_run_sh(tmp_path):
     imports = "import ctypes, os, signal, sys, time"
     wait = "os.write(1, b'up\\n'); time.sleep(3600)"
     (tmp_path / "idea.py").write_text(f"{imports}\n{ast.unparse(tie)}\n{wait}\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "idea.py"]
+    arguments = "-m torch.distributed.run --standalone --nproc_per_node=2 idea.py".split()
+    command = [sys.executable] + arguments
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as torchrun:
         assert [torchrun.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
         torchrun.kill()

@@ -68,11 +68,12 @@ def test_random_candidates():
 # --------------------------------------------------------------------------------------------------- the head
 
 
-def run_head(x, w, targets, weights, sets):
+def run_head(inputs, sets):
     """Runs the head on a micro-batch, once for each of the `sets` of candidates.
 
     Returns the last loss and gradient of x, and lm_head's gradient, the sum of all.
     """
+    x, w, targets, weights = inputs
     model = head_model(w, 2)
     head = head_of(w)
     head.main_grad.fill_(math.nan)  # to be overwritten
@@ -101,12 +102,13 @@ ALL = torch.arange(LOSS["V"]).int()
 @pytest.mark.parametrize("name", LOSS["cases"])
 def test_golden_loss(name):
     """Compares losses and gradients; a prefix that is no candidate counts for nothing."""
-    case, (x, w, targets, weights) = golden_loss(name)
+    case, inputs = golden_loss(name)
+    x, w, targets, weights = inputs
     places = tg.index_in(targets, CANDIDATES)
     assert places[:, [0, -1]].T.tolist() == [LOSS["target_positions"], LOSS["prefix_positions"]]
     losses, _ = tg.softcap_loss(x @ w[:, CANDIDATES], places, weights)
     assert losses.tolist() == pytest.approx(case["loss"], rel=1e-12)
-    loss, dx, dw = run_head(x, w, targets, weights, [CANDIDATES])
+    loss, dx, dw = run_head(inputs, [CANDIDATES])
     assert loss.item() == pytest.approx(case["sum"], rel=1e-12)
     assert dx.flatten().tolist() == pytest.approx(case["dx"], abs=1e-11 * dx.abs().max().item())
     assert distance(dw, case["dlm_head"]) < 1e-11
@@ -116,12 +118,12 @@ def test_golden_loss(name):
 @pytest.mark.numeric
 def test_all_columns_as_candidates_change_no_bit():
     """Checks two micro-batches of several chunks; and that gradients of different candidates add up."""
-    _, (x, w, targets, weights) = golden_loss("mtp3_prefix")
-    loss, dx, dw = run_head(x, w, targets, weights, [None, None])
-    _, _, part = run_head(x, w, targets, weights, [CANDIDATES])
+    _, inputs = golden_loss("mtp3_prefix")
+    loss, dx, dw = run_head(inputs, [None, None])
+    _, _, part = run_head(inputs, [CANDIDATES])
     cases = ([ALL, ALL], dw), ([CANDIDATES, ALL], part + dw / 2), ([ALL, CANDIDATES], part + dw / 2)
     for sets, want in cases:
-        last_loss, last_dx, grad = run_head(x, w, targets, weights, sets)
+        last_loss, last_dx, grad = run_head(inputs, sets)
         assert (grad - want).abs().max() < 1e-12 * dw.abs().max()
         if sets[1] is ALL:
             assert torch.equal(last_loss, loss) and torch.equal(last_dx, dx)
@@ -200,18 +202,18 @@ RUN = ("padded_vocab=1024", "stages.*.sampled_columns=40", "stages.3.sampled_col
 @pytest.mark.slow
 def test_a_sampled_run_resumes(launch, uninterrupted, stopped):
     """Checks two ranks, whose offsets differ."""
-    folder = stopped(2, 4, *RUN)
+    folder = stopped(2, 4, RUN)
     saved = [tg.read_saved(path, "") for path in folder.glob("records/**/rank?.pt")]
     a, b = (each["position"] for each in saved)
     assert a[:2] == b[:2] and a[2] != b[2]
-    launch(folder, "--resume", log_of(folder), "--save", "model.pt", change=RUN, world_size=2).succeed()
-    assert_same_end(folder, uninterrupted(2, *RUN))
+    launch(folder, f"--resume {log_of(folder)} --save model.pt", RUN, world_size=2).succeed()
+    assert_same_end(folder, uninterrupted(2, RUN))
 
 
 @pytest.mark.slow
 def test_too_few_candidates_end_a_run(launch, tmp_path):
     """Every rank fails; those that see the reason say it in one line."""
-    with launch(tmp_path / "run", change=("stages.1.sampled_columns=3",), world_size=2) as run:
+    with launch(tmp_path / "run", "", ["stages.1.sampled_columns=3"], world_size=2) as run:
         assert all(run.wait())
     said = re.findall(r"^train_gpt.py: error.*", run.err, re.MULTILINE)
     start = r"train_gpt.py: error on rank \d: [789] distinct targets, 3 columns: raise"

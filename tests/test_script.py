@@ -85,18 +85,13 @@ STEP = re.compile(
 )
 
 
-def read_steps(text):
-    """Returns the lines of steps as tuples (step, val_loss, train_time, step_avg, train_loss)."""
-    return [STEP.fullmatch(line).groups() for line in text.splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size, seed, name", [(1, 3, ""), (2, 4, "MyIdea")])
 def test_log_and_screen(world_size, seed, name, folder):
     """Runs one process with absolute paths in all options; or two, named."""
     command = [tg.__file__, "--data", folder / "corpus", "--save", folder / "model.pt"]
     if world_size == 2:
-        command = [*TORCHRUN, tg.__file__, "--data", "corpus", "--name", name]
+        command = TORCHRUN + [tg.__file__, "--data", "corpus", "--name", name]
     out, text = run(folder, *command, "--preset", "cpu", "--seed", str(seed), *settings())
     found = re.fullmatch(LOG, text)
     # No absolute path, not even of a run with absolute paths in its options.
@@ -106,7 +101,8 @@ def test_log_and_screen(world_size, seed, name, folder):
     assert (config["seed"], config["name"], config["heads"], config["track"]) == (seed, name, 2, "other")
 
     order, times, val_losses, train_losses = [], [], [], []
-    for step, val_loss, total, average, loss in read_steps(found["steps"]):
+    for line in found["steps"].splitlines():
+        step, val_loss, total, average, loss = STEP.fullmatch(line).groups()
         if val_loss is None:
             order.append(step)
             train_losses.append(float(loss))
@@ -132,7 +128,10 @@ def test_log_and_screen(world_size, seed, name, folder):
     lines = out.splitlines()
     assert sum(bool(STEP.fullmatch(line)) for line in lines) == 4
     assert set(re.findall("^(?:val_loss|train_time_ms).*", text, re.MULTILINE)) < set(lines)
-    group = f"{date.today()}_{name}" if name else "attempts"  # in no track: the task is changed
+    group = "attempts"
+    if name:
+        group = f"{date.today()}_{name}"
+    # In no track, for the task is changed.
     assert lines[-1].startswith(f"log: records/other/{group}/seed{seed}_")
     assert lines[-1] in lines[:-1]
 
@@ -163,9 +162,9 @@ def test_tracks(preset):
 )
 def test_the_target_is_named_in_its_track_only(folder, target, option, said):
     """The preset's track has the tiny text here."""
-    task = {"data": "corpus", "val_slices": 3, "val_slice_tokens": 256, "microbatches": 8, "target": target}
-    presets = tg.PRESETS | {"cpu": replace(tg.CPU, **task)}
-    arguments = ["--preset", "cpu", *option.split(), *settings("warmup=false", "length=0.1")]
+    cpu = replace(tg.CPU, data="corpus", val_slices=3, val_slice_tokens=256, microbatches=8, target=target)
+    presets = tg.PRESETS | {"cpu": cpu}
+    arguments = ["--preset", "cpu"] + option.split() + settings("warmup=false", "length=0.1")
     with Launch(folder, *arguments, faults={0: SetGlobal("PRESETS", presets)}) as process:
         process.succeed()
         found = [line for line in process.out.splitlines() if "target" in line]
@@ -209,8 +208,8 @@ def test_commit(tmp_path, monkeypatch):
     """It is clean only with the text that is committed, whatever git is told to ignore or to look at."""
 
     def git(*words):
-        names = "-c user.name=x -c user.email=x@x".split()
-        return subprocess.check_output(["git", *names, *words], cwd=tmp_path, text=True).strip()
+        command = "git -c user.name=x -c user.email=x@x".split() + list(words)
+        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
 
     script, copy = tmp_path / "train_gpt.py", tmp_path / "ideas/b.py"
     git("init", "-q")

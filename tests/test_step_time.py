@@ -49,7 +49,8 @@ def run_step_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*more):
-        step_time.main(["--preset", "cpu", "--steps", "2", "--set", *SETTINGS, "--stages", *more])
+        command = "--preset cpu --steps 2 --set".split() + SETTINGS + ["--stages"] + list(more)
+        step_time.main(command)
         return capsys.readouterr().out
 
     return run
@@ -71,8 +72,8 @@ def test_output(run_step_time):
 def test_scale_of_tokens(run_step_time):
     """The printed exponents are those of the printed times."""
     table = run_step_time("2", "--scale", "tokens").split("\n\n")[1]
-    _, *lines, last = table.splitlines()
-    sizes, times = np.loadtxt(lines, usecols=(0, 1), unpack=True)
+    lines = table.splitlines()
+    sizes, times = np.loadtxt(lines[1:-1], usecols=(0, 1), unpack=True)
     assert sizes.tolist() == [96, 192, 384, 768, 1536]
-    exponents = [float(word) for word in last.replace(",", "").split()[1::2]]
+    exponents = [float(word) for word in lines[-1].replace(",", "").split()[1::2]]
     assert exponents == pytest.approx(step_time.exponents(sizes, times), abs=0.02)

@@ -266,7 +266,7 @@ def test_a_run(tmp_path, capsys):
     """Each section has time on its thread, and sections add up to each step; a validation is among them."""
     make_corpus(tmp_path / "corpus")
     change = settings("warmup=false", "ngrams.orders=2,3", "ngrams.rows_per_order=301", "ngrams.width=12")
-    options = ["--preset", "cpu", "--data", "corpus", "--profile", "2"] + change
+    options = "--preset cpu --data corpus --profile 2".split() + change
     Launch(tmp_path, *options, world_size=2).succeed()
     paths = sorted(tmp_path.glob("records/other/attempts/*.rank[01].trace.json.gz"))
     assert paths[0].with_name(paths[0].name.split(".")[0] + ".txt").exists()  # beside the log
