@@ -55,19 +55,28 @@ train_step, forward_backward, GPT.trunk and Optimizer.step; for a whole run read
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Sources are named where a technique is computed: "PR 130" is a pull request there, "record 9" an entry of its
-table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of width D),
-F the MLP's width, L the layers, V the padded vocabulary and P its sampled columns. K counts the targets, or
-the n-gram rows, of one token. Dq and Dv are the widths of a head's queries and values. In kernels of matrix
-products M, N and K are the product's sizes; in the pointer's kernels D is pointer_dim. In code, F is
-torch.nn.functional. docs/glossary.md explains the terms.
+table of records. docs/glossary.md explains the terms.
+
+In shapes and formulas
+    T          tokens of a micro-batch
+    d = H * D  the model's width: H heads of width D; Dq and Dv: widths of a head's queries and values
+    F          the MLP's width (in code, F is torch.nn.functional)
+    L          layers
+    V, P       columns of the head, which are the padded vocabulary; sampled columns
+    K          targets of one token, or its rows of n-grams
+    M, N, K    in kernels of matrix products: the product's sizes
+    a b        a times b
+    [a > b]    1 if the condition holds, else 0
 
 The stream is the residual stream. It begins as x0, the smeared and normed token embeddings; if layer 0 has
 `ngram`, a gated share of the n-grams' sum is added to x0 before that layer. A bank is a stack of matrices of
-equal shape. A rank's block is the part of a parameter that the rank updates. The touched rows of a table are
-those that batches have looked up since the table's last update. A tick moves a running average of a parameter
-towards the parameter; it happens after certain steps only. ANVIL, a descendant of Muon, is the optimizer of
-the banks (section 18). MUDD (section 7) mixes earlier streams into later ones, with weights that small MLPs
-compute per token. Up to the untie step the token embedding embed is the transpose of lm_head.
+equal shape. main_grad is our own buffer for a parameter's gradient, summed from one update to the next. A
+rank's block is the part of a parameter that the rank updates. The touched rows of a table are those that
+batches have looked up since the table's last update. The pointer's weight is the softmax of the head's first
+padding column, the copy gate's column. A tick moves a running average of a parameter towards the parameter;
+it happens after certain steps only. ANVIL, a descendant of Muon, is the optimizer of the banks (section 18).
+MUDD (section 7) mixes earlier streams into later ones, with weights that small MLPs compute per token. Up to
+the untie step the token embedding embed is the transpose of lm_head.
 """
 
 from __future__ import annotations
@@ -159,14 +168,14 @@ Fraction = Annotated[float, 0, 1]
 # slow_rate) are Fractions and are not rescaled, nor are intervals (val_every, WeightAverage.every).
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
-# (early, late): the number of steps from one update to the next, before Config.late_updates_from and from
-# that step on. Gradients are summed in between. The betas and decay of Adam and of the n-grams are stated for
+# (early, late): numbers of steps from one update to the next, before Config.late_updates_from and from that
+# step on. Gradients are summed in between. The betas and decay of Adam and of the n-grams are stated for
 # the early interval; ANVIL's are not adapted to the interval.
 #
 # Updating Adam's parameters every second step halves the embeddings' traffic and hardly changes the loss
 # (PR 136). Later every fourth step is enough for value_embeds and the n-grams (PR 360). Gradients of
 # the run's last steps are lost if no update follows.
-UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
+UpdateIntervals = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 UPDATE_PERIOD = 4  # every interval divides it, so no gradient awaits its update after a multiple of it
 
 
@@ -178,9 +187,9 @@ class Layer:
     attention: Literal["plain", "paired", ""] = "plain"
     # A field of Windows, to which the rotary embedding is adapted.
     window: Literal["short", "long"] = "short"
-    # Queries and keys, or values, are half as wide as a head: less is enough at short range (record 92).
-    narrow_qk: bool = False
-    narrow_v: bool = False
+    # Less width is enough at short range (record 92).
+    narrow_qk: bool = False  # queries and keys are half as wide as a head
+    narrow_v: bool = False  # values are
     # Half of each key comes from the token before. Only in plain layers without narrow_qk.
     key_shift: bool = False
     value: bool = False  # a value embedding, from its own part of value_embeds, is added to the values
@@ -215,17 +224,18 @@ LAYERS = (
 # The streams of the record preset. GPT.trunk saves streams under the names in quotes.
 #
 #   x0              norm of the smeared embeddings
-#   "ngram"         the n-grams' sums; a gated share of them is added before layer 0: then x is "first"
+#   "ngram"         the n-grams' sums; a gated share of them is added before layer 0: then x is "start"
+#   "value 0" ..    the value embeddings, one for each layer that has one
 #   layers 0 .. 3   attention of norm(x), MLP of norm(x); then x is "skip"
 #   layer 4         no attention; MLP
 #   layer 5         attention, MLP
 #   layer 6         a gated share of "skip" is added first; no attention; MLP
-#   layer 7         no attention, no MLP; then x is "backout"
-#   layer 8         attention of norm("backout"), two MLPs of norm(x)
-#   layer 9         no attention; MLP
-#   layer 10        MUDD adds x, "first" and "backout" to the values, then replaces x by a sum of the three,
-#                   each with its own weights; attention of norm("backout"), and with its output "first"
-#                   and "ngram", weighed by MUDD; MLP
+#   layer 7         no attention, no MLP; then x is "backout", and its norm is "normed backout"
+#   layer 8         attention of "normed backout", two MLPs of norm(x)
+#   layer 9         no attention; MLP; then x is "mudd"
+#   layer 10        MUDD adds x, "start" and "backout" to the values, then replaces x by a sum of the three,
+#                   each with its own weights; attention of "normed backout", and with its output "start"
+#                   and "ngram", weighed by MUDD; MLP of norm(x), which is "mudd mlp"
 #   lm_head         norm(x + the sum of lm_head_streams, each times weights per token and group of channels)
 
 
@@ -295,7 +305,7 @@ class ParamSpec:
     update_order: int = 0
     optimizer: str = "adam"  # a name in UPDATE_RULES
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
-    update_every: UpdateInterval = (2, 2)
+    update_every: UpdateIntervals = (2, 2)
     # model: Config.dtype. float32: fp32, or fp64 in an fp64 model.
     dtype: Literal["model", "float32"] = "model"
     # How the ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: after
@@ -362,7 +372,8 @@ class WeightAverage:
     # 2 / (n + 1) the average is about the mean of the last n ticks.
     rate: TickRate
     blend: Fraction = 1.0  # at the end the parameter moves by this share towards the average
-    # If n steps are left after a step, the average ticks if n % every == offset or n is in `also`.
+    # If n steps are left after a step (0 after the last), the average ticks if n % every == offset or n is in
+    # `also`.
     every: Positive = 1
     offset: int = 0
     also: tuple[Steps, ...] = ()
@@ -376,7 +387,8 @@ class WeightAverage:
 # towards the first average, and from there towards the second. The record ticks lm_head's average after every
 # step, at the rate r = 2 / 299. lm_head changes every second step, so here its average ticks that often, at
 # the rate 1 - (1 - r)^2, which moves it as far as two ticks at r. The last tick stands for one step, so
-# last_rate is r.
+# last_rate is r. `also` adds a tick that is not among every second or fourth step: the first one of the
+# window, or one after the last step but one.
 # fmt: off
 AVERAGES = (
     #              parameters                    window  rate                     blend
@@ -399,7 +411,7 @@ class Ngrams:
     rows_per_order: Annotated[int, 2, 2**31 - 1] = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     dtype: DType = "bfloat16"  # rounds small updates away: see merge_mantissa()
-    update_every: UpdateInterval = (2, 4)
+    update_every: UpdateIntervals = (2, 4)
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment over one early interval of update_every
     wd: float = 0.025
@@ -839,17 +851,17 @@ GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
 # layer's LAYER_SCALARS. The others weigh streams; x is the layer's own, whose weight in the layer's input is
 # 1 + "x".
 MUDD_OUTPUTS = {
-    "first to value": 0.0,
+    "start to value": 0.0,
     "backout to value": 0.0,
     "x to value": 0.0,
-    "first": 0.0,
+    "start": 0.0,
     "backout": 0.0,
     "x": 0.0,
     "left value": 2.0,  # the value embedding of the first half of the heads
     "right value": 2.0,
     "resid_attention": math.sqrt(1.1),  # not rounded, as the record's LAYER_SCALARS are
     "post_attention": 1.0,
-    "first with output": 0.0,  # this stream and the next are added where attention's output is added
+    "start with output": 0.0,  # this stream and the next are added where attention's output is added
     "ngram with output": 0.05,
     "resid_mlp": math.sqrt(1.1),
     "post_mlp": 1.0,
@@ -865,7 +877,7 @@ def lm_head_stream_weights(cfg: Config) -> dict[str, float]:
     values = {f"value {i}": 0.0 for i in range(cfg.num_value_tables)}
     # At first half of the backout is subtracted: that stream was for the layers after it, not for the head
     # (PR 140).
-    before = {"first": 0.0, "backout": -0.5, "mudd": 0.0, "skip": 0.0}
+    before = {"start": 0.0, "backout": -0.5, "mudd": 0.0, "skip": 0.0}
     return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
 
 
@@ -940,7 +952,9 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     num_mlps = sum(layer.mlps for layer in cfg.layers)
     num_value_gates = sum(layer.value and not layer.mudd for layer in attending)
     bigram_rows = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The mix before the head weighs each stream as a whole and by groups of the stream's channels.
+    # The two MLPs of a pair are stacked, so both have as many outputs as the larger one. stream_weights() and
+    # compute_gates() leave out those that the smaller one has too many. The mix before the head weighs each
+    # stream as a whole and by groups of the stream's channels.
     biases = small_mlp_biases(cfg)
     num_streams = len(lm_head_stream_weights(cfg))
     num_mudd_biases = max(len(MUDD_OUTPUTS), num_streams)
@@ -950,13 +964,14 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
     gate_mlp_dim = cfg.mudd_dim if cfg.mudd_gates and num_gates else 0
     zeros = constant(0.0)
     by_layer = {param: L * [list(columns.values())] for param, columns in LAYER_SCALARS.items()}
-    scalars = sum(by_layer["scalars"], []) + list(MODEL_SCALARS.values())
+    scalars = [*chain.from_iterable(by_layer["scalars"]), *MODEL_SCALARS.values()]
     return {
         # Two heads' queries, or keys, form one matrix, which ANVIL orthogonalizes as a whole.
         "qk_bank": ((num_wide * H, 2 * D, d), uniform(0.5, d)),
-        "narrow_qk_bank": ((num_narrow * H, D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((num_narrow * H, 2 * (D // 2), d), uniform(0.5, d)),
         "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
         "mlp_bank": ((2 * num_mlps, cfg.mlp_dim, d), zero_second_of_pairs(uniform(0.5, d))),
+        # (2 L + 2,): "qkv" and "out" of each layer, then MODEL_SCALARS
         "scalars": ((len(scalars),), given_rows([scalars])),
         "smear_gate": ((1, GATE_DIM), zeros),
         "ve_gate_bank": ((num_value_gates, H, GATE_DIM), zeros),
@@ -1043,22 +1058,23 @@ class StepPlan(NamedTuple):
         """Returns the weights of loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
-    def steps_between(self, interval: UpdateInterval) -> int:
+    def steps_between(self, intervals: UpdateIntervals) -> int:
         """Returns the number of steps from one update to the next."""
-        early, late = interval
+        early, late = intervals
         return late if self.late_updates else early
 
-    def interval_ratio(self, interval: UpdateInterval) -> int:
+    def interval_ratio(self, intervals: UpdateIntervals) -> int:
         """Returns the present interval divided by the early one: 1, 2 or 4.
 
         Adam raises its betas to this power and multiplies weight decay by it, so that the moments' decay and
         the weight decay per step stay about the same.
         """
-        return self.steps_between(interval) // interval[0]
+        early, _ = intervals
+        return self.steps_between(intervals) // early
 
-    def is_update_step(self, interval: UpdateInterval) -> bool:
-        """Returns whether an update with this interval is due at the end of this step."""
-        return (self.step + 1) % self.steps_between(interval) == 0
+    def is_update_step(self, intervals: UpdateIntervals) -> bool:
+        """Returns whether an update with these intervals is due at the end of this step."""
+        return (self.step + 1) % self.steps_between(intervals) == 0
 
 
 def untie_step(cfg: Config) -> int:
@@ -1067,7 +1083,10 @@ def untie_step(cfg: Config) -> int:
     With one stage, or a last stage that is too short, the result is not a step of the run: lm_head and embed
     then stay tied.
     """
-    return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
+    if len(cfg.stages) == 1:
+        return cfg.steps
+    first = cfg.stage_starts[-1]
+    return first if first % 2 else first + 1
 
 
 def piecewise(t: float, parts: tuple):
@@ -1094,10 +1113,10 @@ def scheduled_momentum(cfg: Config, step: int) -> float:
     """Returns the momentum. It rises linearly from min to max and stays there. In the last steps it falls
     linearly towards min, which it would reach one step after the last.
     """
-    to_go = (cfg.momentum_warmup - step) / max(1, cfg.momentum_warmup)
-    cooled = (step - cfg.steps + cfg.momentum_cooldown) / max(1, cfg.momentum_cooldown)
-    decline = max(0, to_go, cooled)
-    return cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
+    warmup_left = (cfg.momentum_warmup - step) / max(1, cfg.momentum_warmup)
+    cooldown_done = (step - cfg.steps + cfg.momentum_cooldown) / max(1, cfg.momentum_cooldown)
+    below_max = max(0, warmup_left, cooldown_done)  # 0: at the maximum, 1: at the minimum
+    return cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * below_max
 
 
 def plan_step(cfg: Config, step: int) -> StepPlan:
@@ -1224,7 +1243,7 @@ def user_error_on(problem: str, fix: str, *errors: type[Exception]):
         raise UserError(f"{problem}: {reason}; {fix}") from None
 
 
-TRACING = False  # set by --profile: record_function takes 10 us even if nothing is profiled
+TRACING = False  # trace_steps() sets it: record_function takes 10 us even if nothing is profiled
 
 
 @contextlib.contextmanager
@@ -1240,7 +1259,8 @@ def traced(label: str):
         yield
 
 
-COMPILER: Callable | None = None  # compiles a function; None: functions run as written
+# Compiles a function; None: functions run as written. build() sets it, and print_samples() unsets it.
+COMPILER: Callable | None = None
 # Names of arguments, in every compiled function, whose sizes and numbers may vary without a new graph.
 DYNAMIC_ARGUMENTS = ("looked_up", "sequence", "windows")
 # Functions whose kernels Inductor does not benchmark. It would do so on copies of what they change: for this
@@ -1313,17 +1333,24 @@ def pack(nest):
     """
     sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
-    parts = iter(buffer.split(sizes))
-    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
+    parts = iter(buffer.split(sizes))  # in the order in which tree_leaves and map_tensors visit the tensors
+
+    def copied(t: Tensor) -> Tensor:
+        part = next(parts)[: t.nbytes]
+        return part.view(t.dtype).view(t.shape).copy_(t)
+
+    return map_tensors(copied, nest)
 
 
-def move(packed, device: torch.device, empty: Callable = torch.empty):
-    """Returns the nest on `device`, moved by one copy, asynchronous to a GPU, into a buffer from `empty`."""
+def move(packed, device: torch.device, allocate: Callable = torch.empty):
+    """Returns a nest from pack() on `device`. One copy, asynchronous to a GPU, moves its buffer into one that
+    `allocate` returns. Each tensor then lies in the new buffer where it lay in the old one.
+    """
     tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
     if not tensors:
         return packed
     host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
-    buffer = empty(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
+    buffer = allocate(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
 
     def moved(t: Tensor) -> Tensor:
         return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
@@ -1343,8 +1370,17 @@ def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
 
 
 # ============================================================================================================
-# 5  Step: the same code for the warm-up and the timed run. Segments and RowRoutes are in section 19.
+# 5  Step: the same code for the warm-up and the timed run
 # ============================================================================================================
+
+# ---- What a batch holds ------------------------------------------------------------------------------------
+
+# A row of a table has up to three numbers, int32 in tensors:
+#   row id        its place in the whole table, which a token or a hash gives
+#   local row id  its place in its owner's block
+#   slot          its place in this rank's buffers. Every rank has all rows of an embedding, so the slot is
+#                 the row id. Of the table of n-grams a rank has only the rows that it fetched; their slots
+#                 are rows of NgramTable.cache.
 
 
 class Batch(NamedTuple):
@@ -1352,7 +1388,7 @@ class Batch(NamedTuple):
 
     plan: StepPlan
     micro_batches: list[MicroBatch]  # each packed in one host buffer, its segments in another
-    position: tuple[int, ...]  # where the loader stands after this batch; a resumed run starts there
+    position: tuple[int, ...]  # TrainLoader.position() after this batch; a resumed run starts there
     # The routes of the tables that this step updates, by table name, packed in one buffer. The first batch
     # after an update of the n-grams also has those of "ngrams", for all rows read up to the next update.
     routes: dict[str, RowRoutes]
@@ -1380,6 +1416,37 @@ class MicroBatch(NamedTuple):
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: columns of the head; None: all
     # (losses,), acc_dtype: this micro-batch's share of StepPlan.loss_weights
     loss_weights: Tensor | None = None
+
+
+class Segments(NamedTuple):
+    """Holds the distinct ids of a list (T,) or (K, T), and each id's positions in 0 .. T - 1, as a sparse
+    matrix in CSR form.
+    """
+
+    # (n,) int32, ascending: a micro-batch's row ids, or the local row ids of RowRoutes. assign_slots()
+    # replaces the row ids of n-grams by slots, which are unordered.
+    ids: Tensor
+    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    perm: Tensor
+    offsets: Tensor  # (n + 1,) int32
+    sign_ids: Tensor | None = None  # int32, like perm: rows of signs, in perm's order
+
+
+class RowRoutes(NamedTuple):
+    """Holds the routes by which an all-to-all sends the gradients of a table's touched rows to their owners.
+
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. N-grams
+    use the same routes beforehand, in reverse: owners send the rows to the ranks that will read them.
+    """
+
+    input_splits: list[int]  # numbers of rows that this rank sends, by owner
+    output_splits: list[int]  # numbers of rows that it receives as an owner, by sender
+    row_ids: Tensor  # (sum(input_splits),) int32: the rows that this rank has touched, by owner
+    local_row_ids: Tensor  # (sum(output_splits),) int32: the rows of its block that it receives
+    segments: Segments  # segments of local_row_ids: several ranks may send the same row
+
+
+# ---- The step ----------------------------------------------------------------------------------------------
 
 
 def train_step(
@@ -1416,10 +1483,10 @@ def train_step(
             fp8_operands=fp8_operands,
         )
         for param in optimizer.params.values():
-            param.end_backward()  # from here on banks add to their gradients; the others do so already
+            param.end_backward()  # the next micro-batch's gradients are added
         optimizer.add_looked_up_grads(looked_up_grads, segments, model.signs)
-        # The logged loss is a mean over tokens. Gradients are of the sum over tokens, averaged over
-        # micro-batches by loss_weights.
+        # The logged loss is a mean over tokens, gradients are of the sum over tokens. Both are means over
+        # micro-batches: loss_weights have the factor loss_share().
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if model.fp8_state:
@@ -1427,7 +1494,7 @@ def train_step(
     optimizer.step(plan, next_batch)
     if model.fp8_state:
         model.fp8_state.end_step(pending_amax.wait())
-    return sum(losses[1:], losses[0])
+    return sum(losses[1:], losses[0])  # sum(losses) would add 0 first, with one launch more
 
 
 def forward_backward(
@@ -1480,8 +1547,8 @@ def validate(
 ) -> float:
     """Returns the mean of all slices' mean losses, the same however slices are spread over ranks.
 
-    Optimizer.wait() must have been called since the last step. slices: how many, from the first on; None:
-    all. Rank 0 shows a progress bar.
+    Optimizer.wait() must have been called since the last step, and GPT.use_rotary() for the windows' stage.
+    slices: how many, from the first on; None: all. Rank 0 shows a progress bar.
     """
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
@@ -1587,11 +1654,12 @@ def train(
                     f"checkpoint: after step {done}; the same command with --resume {log.path} continues"
                 )
     optimizer.apply_averages()
-    windows = window_tokens(cfg, cfg.val_windows)
+    windows = window_tokens(cfg, cfg.val_windows)  # with the last stage's rotary tables
     val_loss, train_ms = log_validation(training, clock, losses, log, cfg.steps, windows)
     bar.close()
     loader.close()
-    epochs = batch.position[0] // len(train_shards) + 1
+    shard_number, *_ = batch.position
+    epochs = shard_number // len(train_shards) + 1
     return Result(round(val_loss, 6), train_ms, epochs)
 
 
@@ -1729,7 +1797,7 @@ Gates = dict[tuple[str, int], Tensor]  # (T, columns) by use and layer; (1, colu
 class MLPWeights(NamedTuple):
     fc: BankMatrix  # (F, d)
     proj: BankMatrix  # (F, d)
-    fp8: FP8Operands | None  # both matrices in FP8, if the MLP runs in FP8
+    fp8_operands: FP8Operands | None  # both matrices in FP8, if the MLP runs in FP8
 
 
 class LayerWeights(NamedTuple):
@@ -1766,7 +1834,7 @@ class GPT(nn.Module):
         self.device = torch.device(device)
         # The NgramTable or, outside training, any object with its fetch(). build() or the caller sets it.
         self.ngrams: typing.Any = None
-        # The `empty` of move(): torch.empty, but with one tensor per size. In training a micro-batch
+        # Allocates for move(). It returns the same buffer for the same size: in training a micro-batch
         # overwrites the last one of its size, so equal shapes have equal addresses, which CUDA graphs need.
         self.micro_batch_buffer = cache(torch.empty)
         self.graphs = CUDAGraphs(cfg.cuda_graphs)
@@ -1905,23 +1973,16 @@ class GPT(nn.Module):
         if "value_embeds" in looked_up:
             value_embeds = looked_up["value_embeds"].unbind(1)
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
-        smear, skip = self.scalars[-len(MODEL_SCALARS) :].unbind()
+        smear, skip = self.scalars[-len(MODEL_SCALARS) :].unbind()  # in the order of MODEL_SCALARS
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
         gates = self.compute_gates(UP_TO_SKIP, x0)
         x = x0
         if cfg.layers[0].ngram:
             x = weighted_sum([(None, x0), (gates["ngram", 0], ngram)])
-        # Streams that later layers and lm_head_input() read. Except for "ngram" and the values, each is the
-        # stream that enters layer 0 until a layer saves its own.
-        streams = {
-            "ngram": ngram,
-            "first": x,  # enters layer 0
-            "skip": x,  # leaves layer skip_from
-            "backout": x,  # leaves layer backout_from
-            "normed backout": x,
-            "mudd": x,  # enters the layer with MUDD weights
-            "mudd mlp": x,  # the input of that layer's MLP
-        }
+        # Streams that later layers and lm_head_input() read. If no layer saves a stream, it stays what enters
+        # layer 0.
+        streams = dict.fromkeys(("start", "skip", "backout", "normed backout", "mudd", "mudd mlp"), x)
+        streams["ngram"] = ngram
         for i, value in enumerate(value_embeds):
             streams[f"value {i}"] = value
         weights = self.layer_weights(banks, value_embeds, fp8_operands, T)
@@ -1931,13 +1992,15 @@ class GPT(nn.Module):
             added: list[Term] = []  # terms added to the stream before the MLPs
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else streams["normed backout"]
+                mudd_terms: list[Term] = []
                 # MUDD comes after h: it changes the stream, and what is added to the values, but not
                 # attention's input h.
                 if layer.mudd:
                     streams["mudd"] = x
-                    x, w, added = self.mudd_connections(x, w, streams)
+                    x, w, mudd_terms = self.mudd_connections(x, w, streams)
                 window = windows[layer.window]
-                added.insert(0, self.attention_branch(i, h, w, gates, sequences[layer.attention], window))
+                attended = self.attention_branch(i, h, w, gates, sequences[layer.attention], window)
+                added = [attended, *mudd_terms]
             if layer.x0:
                 added.append((gates["x0", i], x0))
             if layer.ngram and i > 0:
@@ -1975,7 +2038,7 @@ class GPT(nn.Module):
         for name, bank in banks.items():
             rows = bank.w.size(1)
             if name in ("qk_bank", "narrow_qk_bank"):
-                rows *= cfg.heads
+                rows *= cfg.heads  # a layer's H matrices, as one
             matrices[name] = bank.matrices(rows)
         value_tables = iter(value_embeds)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
@@ -2031,19 +2094,19 @@ class GPT(nn.Module):
         """
         outputs = self.stream_weights(TO_LAYER, x)[:, :, None]  # (weights, T, 1)
         weights = dict(zip(MUDD_OUTPUTS, outputs.unbind()))
-        first, backout = streams["first"], streams["backout"]
+        start, backout = streams["start"], streams["backout"]
         left, right = w.value_embed.chunk(2, 1)
         value = torch.cat([weights["left value"] * left, weights["right value"] * right], 1)
         value = value + weighted_sum(
             [
-                (weights["first to value"], first),
+                (weights["start to value"], start),
                 (weights["backout to value"], backout),
                 (weights["x to value"], x),
             ]
         )
-        x = weighted_sum([(1 + weights["x"], x), (weights["first"], first), (weights["backout"], backout)])
+        x = weighted_sum([(1 + weights["x"], x), (weights["start"], start), (weights["backout"], backout)])
         added: list[Term] = [
-            (weights["first with output"], first),
+            (weights["start with output"], start),
             (weights["ngram with output"], streams["ngram"]),
         ]
         by_token = {name: weights[name] for name in MUDD_SCALARS}
@@ -2112,8 +2175,9 @@ class GPT(nn.Module):
         # The casts stay outside MLP.forward. Inside it, torch 2.11's generated backward would lose the
         # gradients of h, fc and proj.
         h = h.to(mlp_dtype)
-        for fc, proj, fp8 in w.mlps:
-            y = MLP.apply(h, (fc, proj), fc.w.to(mlp_dtype), proj.w.to(mlp_dtype), self.backend, fp8)
+        for fc, proj, fp8_operands in w.mlps:
+            fc_w, proj_w = fc.w.to(mlp_dtype), proj.w.to(mlp_dtype)
+            y = MLP.apply(h, (fc, proj), fc_w, proj_w, self.backend, fp8_operands)
             outputs.append((w.scalars["post_mlp"], y.to(dtype)))
         return outputs
 
@@ -2190,7 +2254,9 @@ class GPT(nn.Module):
             chunk_size *= self.cfg.padded_vocab // len(sampled_columns)  # about the same number of logits
         fp8 = self.backend.fp8
         fp8_scale = 0.0  # scale of dlogits in FP8
-        if fp8:  # scales are fixed; second factors of products are column-major
+        # Scales are fixed. fp8_matmul needs a row-major first factor and a column-major second one, so x and
+        # w are kept in both layouts.
+        if fp8:
             fp8_scale = FP8_DLOGITS_SCALE * self.loss_share
             x_scale = device_scalar(FP8_HEAD_X_SCALE, x.device)
             w_scale = device_scalar(FP8_HEAD_W_SCALE, x.device)
@@ -2206,14 +2272,16 @@ class GPT(nn.Module):
             else:
                 logits = x[chunk] @ w
             chunk_pointer = None if pointer_out is None else pointer_out.chunk(chunk)
-            chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
+            results = self.backend.softcap_loss(
                 logits, targets[chunk], loss_weights, fp8_scale, chunk_pointer, self.cfg.softcap
             )
-            losses.append(chunk_losses)
             del logits  # before the next chunk's are computed
+            losses.append(results[0])
+            dlogits = results[1]
             if fp8:
+                dlogits_T = results[2]
                 fp8_matmul(dlogits, w8.T, (dlogits_scale, w_scale), dx.dtype, out=dx[chunk])
-                head.add_product(x8_T[:, chunk].T, dlogits_T[0].T, (x_scale, dlogits_scale), sampled_columns)
+                head.add_product(x8_T[:, chunk].T, dlogits_T.T, (x_scale, dlogits_scale), sampled_columns)
             else:
                 torch.mm(dlogits, w.T, out=dx[chunk])
                 head.add_product(x[chunk], dlogits, (), sampled_columns)
@@ -2289,8 +2357,10 @@ class GPT(nn.Module):
         layers = {rotary_key(layer): layer for layer in self.cfg.layers if layer.attention}
         for key, layer in layers.items():
             new = rotary_tables(self.cfg, stage, layer, 2 * self.max_tokens, self.device)
-            tables = self.rotary.setdefault(key, new)
-            torch._foreach_copy_([*tables], [*new])
+            if key in self.rotary:
+                torch._foreach_copy_(list(self.rotary[key]), list(new))
+            else:
+                self.rotary[key] = new
         self.rotary_stage = stage
 
 
@@ -2338,10 +2408,16 @@ def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor]
     """
     out = main_grad[: a.size(1), : b.size(1)]
     if a.dtype == out.dtype:
-        out.addmm_(a.T, b) if accumulate else torch.mm(a.T, b, out=out)
-    elif a.element_size() > 1:
-        out.add_(a.T @ b) if accumulate else out.copy_(a.T @ b)
-    elif accumulate:
+        if accumulate:
+            out.addmm_(a.T, b)
+        else:
+            torch.mm(a.T, b, out=out)
+    elif a.element_size() > 1:  # bf16, into fp32
+        if accumulate:
+            out.add_(a.T @ b)
+        else:
+            out.copy_(a.T @ b)
+    elif accumulate:  # FP8
         out.add_(fp8_matmul(a.T, b, scales, torch.float32))
     else:
         fp8_matmul(a.T, b, scales, out.dtype, out=out)
@@ -2367,7 +2443,7 @@ class Bank(NamedTuple):
     accumulate: Tensor | None = None  # DenseParam.accumulate
 
     def matrices(self, rows: int) -> Iterator[BankMatrix]:
-        """Returns the bank's matrices in order, each with `rows` rows."""
+        """Returns the bank's matrices in order or, with more `rows`, matrices of several of them, stacked."""
         # With one split, autograd builds the bank's gradient once. Separate slices would each make a gradient
         # as large as the bank.
         parts = self.w.flatten(0, 1).split(rows)
@@ -2483,7 +2559,7 @@ def weighted_sum(terms: Sequence[Term]) -> Tensor:
         # Sum term by term, but with WeightedSum's backward: autograd's would store another copy of dy, in the
         # scale's dtype.
         scaled = [x if scale is None else WeightedSum.apply(scale, x) for scale, x in terms]
-        return sum(scaled[1:], scaled[0])
+        return sum(scaled[1:], scaled[0])  # sum(scaled) would add 0 first
     return WeightedSum.apply(*chain(*terms))
 
 
@@ -2571,9 +2647,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     n = cos.size(-1)
     if use_eager_form(x):  # as complex numbers, in one pass
-        turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
+        phases = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turns).flatten(-2)
+        return torch.view_as_real(pairs * phases).flatten(-2)
     rotated, passthrough = x[..., : 2 * n], x[..., 2 * n :]
     a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
@@ -2720,20 +2796,22 @@ class TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, bias):
-        q = tiles_by_head(q, bias, QUERY_TILE)
-        k = tiles_by_head(k, bias, bias.size(2))
+        q_tiles = tiles_by_head(q, bias, QUERY_TILE)
+        k_tiles = tiles_by_head(k, bias, bias.size(2))
         v_tiles = tiles_by_head(v, bias, bias.size(2))
-        probs = torch.baddbmm(bias, q, k.mT).softmax(-1)
-        ctx.save_for_backward(q, k, v_tiles, probs)
+        probs = torch.baddbmm(bias, q_tiles, k_tiles.mT).softmax(-1)
+        ctx.save_for_backward(q_tiles, k_tiles, v_tiles, probs)
         return by_position(probs @ v_tiles, v)
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, probs = ctx.saved_tensors  # in tiles
-        dy_rows = tiles_by_head(dy, probs, QUERY_TILE)
-        dscores = torch._softmax_backward_data(dy_rows @ v.mT, probs, -1, probs.dtype)
-        grads = dscores @ k, sum_tiles(dscores.mT @ q), sum_tiles(probs.mT @ dy_rows)
-        return *(by_position(grad, dy) for grad in grads), None
+        q_tiles, k_tiles, v_tiles, probs = ctx.saved_tensors
+        dy_tiles = tiles_by_head(dy, probs, QUERY_TILE)
+        dscores = torch._softmax_backward_data(dy_tiles @ v_tiles.mT, probs, -1, probs.dtype)
+        dq = by_position(dscores @ k_tiles, dy)
+        dk = by_position(sum_tiles(dscores.mT @ q_tiles), dy)
+        dv = by_position(sum_tiles(probs.mT @ dy_tiles), dy)
+        return dq, dk, dv, None
 
 
 def tiles_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
@@ -2798,62 +2876,6 @@ E5M2_MAX = 57344.0  # more range, for gradients
 FP8_HEAD_X_SCALE = 100 / E4M3_MAX
 FP8_HEAD_W_SCALE = 2 / E4M3_MAX
 FP8_DLOGITS_SCALE = 0.75 / 8 / E4M3_MAX  # record 92's, although the gradients are e5m2
-
-# The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
-# width, 27.7 for 768. The other scales are delayed: margin * maximum of the previous step / the format's
-# largest number. The margins differ, because from step to step activations change most, and weights least.
-FP8_MLP_H_SCALE = 2**-4
-FP8_MLP_DY_SCALE = 2**-6
-FP8_ACT_MARGIN = 1.80
-FP8_GRAD_MARGIN = 1.25
-FP8_WEIGHT_MARGIN = 1.12
-FP8_EXACT_STEPS = 17  # at first proj, from 0, grows by more than the factor FP8_WEIGHT_MARGIN in a step
-FP8_MIN_AMAX = 1e-12  # weights' maxima are raised to this; below it square and da keep their scale
-
-
-# Where FP8Operands.scales holds the scale of each tensor. Rows: the input, the weight and the result of
-# relu_square_fp8. Columns: its forward, with fc, and its backward, with proj.
-INPUT, WEIGHT, RESULT = 0, 1, 2
-FORWARD, BACKWARD = 0, 1
-FP8_SCALE_PLACES = {
-    "h": (INPUT, FORWARD),
-    "dy": (INPUT, BACKWARD),
-    "fc": (WEIGHT, FORWARD),
-    "proj": (WEIGHT, BACKWARD),
-    "square": (RESULT, FORWARD),
-    "da": (RESULT, BACKWARD),
-}
-# For kernels: where the rows WEIGHT and RESULT begin in FP8Operands.scales, in units of SCALE_STEP.
-WEIGHT_ROW_AT = tl.constexpr(2 * WEIGHT)
-RESULT_ROW_AT = tl.constexpr(2 * RESULT)
-
-
-class FP8Operands(NamedTuple):
-    """Holds the FP8 operands of one MLP, with the shapes below, or of all MLPs, stacked.
-
-    FP8State.begin_step() returns the stacked form, and split() takes it apart.
-
-    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
-    """
-
-    weights: Tensor  # fc and proj (2, F, d), e4m3
-    weights_T: Tensor  # (2, d, F)
-    scales: Tensor  # (3, 2, 1, 1) fp32, indexed by FP8_SCALE_PLACES
-    # (mlps, 2) fp32, always of all MLPs: maxima of square and |da| in this step so far
-    amax: Tensor
-    i: int = 0  # this MLP's row of amax
-
-    def split(self) -> Iterator[FP8Operands]:
-        """Yields the MLPs one by one, from the stacked form. amax stays whole, because Inductor loses a
-        view's offset if a Triton kernel writes through the view.
-        """
-        parts = zip(self.weights, self.weights_T, self.scales)
-        for i, (weights, weights_T, scales) in enumerate(parts):
-            yield FP8Operands(weights, weights_T, scales, self.amax, i)
-
-    def scale(self, name: str) -> Tensor:
-        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
-        return self.scales[FP8_SCALE_PLACES[name]]
 
 
 @compiled
@@ -2965,6 +2987,153 @@ def to_fp8_and_copy(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return x8, transposed_copy(x8)
 
 
+# ============================================================================================================
+# 11  MLP. relu(h fc^T)^2 proj, with gradients written by hand; the same in FP8; the kernel of both.
+# ============================================================================================================
+
+
+class MLP(torch.autograd.Function):
+    """Computes relu(h fc^T)^2 proj, for h (T, d), fc and proj (F, d).
+
+    matrices: the BankMatrix of fc and that of proj, which take the gradients. fc_w and proj_w: their weights,
+    as arguments that autograd sees.
+
+    With `fp8_operands` all products are in FP8 (record 92): gradients in e5m2, all else in e4m3. Gradients
+    pass straight through the roundings, except that da is 0 where square is rounded to 0.
+
+    relu_square() says how to write another activation.
+    """
+
+    @staticmethod
+    def forward(ctx, h, matrices, fc_w, proj_w, backend, fp8_operands):
+        ctx.matrices, ctx.backend, ctx.fp8_operands = matrices, backend, fp8_operands
+        if fp8_operands is None:
+            square = backend.relu_square(h, fc_w)
+            ctx.save_for_backward(h, square, fc_w, proj_w)
+            return square @ proj_w
+        scale = fp8_operands.scale
+        h8, h8_T = backend.cast_and_transpose(h, scale("h"), torch.float8_e4m3fn)
+        square8, square8_T = backend.relu_square_fp8(h8, fp8_operands)
+        ctx.save_for_backward(h8_T, square8, square8_T)
+        proj8_T = fp8_operands.weights_T[1]
+        return fp8_matmul(square8, proj8_T.T, (scale("square"), scale("proj")), h.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        backend, fp8_operands = ctx.backend, ctx.fp8_operands
+        fc, proj = ctx.matrices
+        if fp8_operands is None:
+            h, square, fc_w, proj_w = ctx.saved_tensors
+            da = backend.relu_square_grad(dy, proj_w, square)
+            dh = da @ fc_w
+            dfc = fc.deliver_grad(da, h)
+            dproj = proj.deliver_grad(square, dy)
+            return dh, None, dfc, dproj, None, None
+        h8_T, square8, square8_T = ctx.saved_tensors
+        scale = fp8_operands.scale
+        dy8, dy8_T = backend.cast_and_transpose(dy, scale("dy"), torch.float8_e5m2)
+        da8, da8_T = backend.relu_square_fp8(dy8, fp8_operands, square8)
+        fc8_T = fp8_operands.weights_T[0]
+        dh = fp8_matmul(da8, fc8_T.T, (scale("da"), scale("fc")), dy.dtype)
+        dfc = fc.deliver_grad(da8_T.T, h8_T.T, (scale("da"), scale("h")))
+        dproj = proj.deliver_grad(square8_T.T, dy8_T.T, (scale("square"), scale("dy")))
+        return dh, None, dfc, dproj, None, None
+
+
+def relu_square(h: Tensor, fc: Tensor) -> Tensor:
+    """Returns relu(h fc^T)^2, (T, F), for h (T, d) and fc (F, d). Its gradient is written by hand, to save
+    memory.
+
+    The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
+
+    To try another activation without writing its gradient, put
+    linear(act(linear(h, fc)), proj, transposed=True) into GPT.mlp_branch, and run with --set fp8_mlp=false
+    bf16_mlp=false. That line has neither FP8 nor bf16_mlp, so the tests of FP8's MLPs fail.
+
+    With a gradient by hand, the activation must be 0 for negative inputs and rise for positive ones, because
+    relu_square_grad gets only the output. Edit relu_square and relu_square_grad; with FP8, also
+    relu_square_fp8; and on a GPU, also relu_square_kernel, or run without that kernel.
+    """
+    return F.linear(h, fc).relu_().square()
+
+
+def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
+
+    The root is taken in at least fp32, except for bf16 on a CPU: there it is taken in bf16, which gives
+    relu(h fc^T) exactly and takes half the time.
+    """
+    if square.dtype == torch.bfloat16 and not square.is_cuda:
+        root = square.sqrt()
+    else:
+        # Not sqrt(): on CPUs with MKL it handles zeros one by one, which takes 15 times as long.
+        root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
+    return (2 * dy @ proj.T).mul_(root)
+
+
+# ---- The same in FP8 ---------------------------------------------------------------------------------------
+
+# The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
+# width, 27.7 for 768. The other scales are delayed: margin * maximum of the previous step / the format's
+# largest number. The margins differ, because from step to step activations change most, and weights least.
+FP8_MLP_H_SCALE = 2**-4
+FP8_MLP_DY_SCALE = 2**-6
+FP8_ACT_MARGIN = 1.80
+FP8_GRAD_MARGIN = 1.25
+FP8_WEIGHT_MARGIN = 1.12
+FP8_EXACT_STEPS = 17  # at first proj, from 0, grows by more than the factor FP8_WEIGHT_MARGIN in a step
+FP8_MIN_AMAX = 1e-12  # weights' maxima are raised to this; below it square and da keep their scale
+
+
+# Where FP8Operands.scales holds the scale of each tensor. Rows: the input, the weight and the result of
+# relu_square_fp8. Columns: its forward, with fc, and its backward, with proj.
+INPUT, WEIGHT, RESULT = 0, 1, 2
+FORWARD, BACKWARD = 0, 1
+FP8_SCALE_PLACES = {
+    "h": (INPUT, FORWARD),
+    "dy": (INPUT, BACKWARD),
+    "fc": (WEIGHT, FORWARD),
+    "proj": (WEIGHT, BACKWARD),
+    "square": (RESULT, FORWARD),
+    "da": (RESULT, BACKWARD),
+}
+# For kernels: where the rows WEIGHT and RESULT begin in FP8Operands.scales, in units of SCALE_STEP.
+WEIGHT_ROW_AT = tl.constexpr(2 * WEIGHT)
+RESULT_ROW_AT = tl.constexpr(2 * RESULT)
+
+
+class FP8Operands(NamedTuple):
+    """Holds the FP8 operands of one MLP or, with one more axis, (mlps, ...), of all MLPs.
+
+    FP8State.begin_step() returns those of all MLPs, and split() takes them apart.
+
+    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
+    """
+
+    weights: Tensor  # fc and proj (2, F, d), e4m3
+    weights_T: Tensor  # (2, d, F)
+    scales: Tensor  # (3, 2, 1, 1) fp32, indexed by FP8_SCALE_PLACES
+    # (mlps, 2) fp32, always of all MLPs: maxima of square and |da| in this step so far
+    amax: Tensor
+    i: int = 0  # this MLP's row of amax
+
+    def split(self) -> Iterator[FP8Operands]:
+        """Yields the operands of each MLP. amax stays whole, because Inductor loses a view's offset if a
+        Triton kernel writes through the view.
+        """
+        parts = zip(self.weights, self.weights_T, self.scales)
+        for i, (weights, weights_T, scales) in enumerate(parts):
+            yield FP8Operands(weights, weights_T, scales, self.amax, i)
+
+    def amax_index(self, column: int) -> int:
+        """Returns where in amax, flattened, this MLP's maximum of square (FORWARD) or |da| (BACKWARD) is."""
+        return 2 * self.i + column
+
+    def scale(self, name: str) -> Tensor:
+        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
+        return self.scales[FP8_SCALE_PLACES[name]]
+
+
 @compiled
 def convert_mlp_bank(out: list[Tensor], bank: Tensor, scales: Tensor, previous_amax: Tensor) -> None:
     """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
@@ -3035,109 +3204,29 @@ class FP8State:
         scales.copy_(torch.where(is_known, amax * self.scale_per_amax, scales))
 
 
-# ============================================================================================================
-# 11  MLP. relu(h fc^T)^2 proj, with gradients written by hand; also in FP8.
-# ============================================================================================================
-
-
-class MLP(torch.autograd.Function):
-    """Computes relu(h fc^T)^2 proj, for h (T, d), fc and proj (F, d).
-
-    matrices: the BankMatrix of fc and that of proj, which take the gradients. fc_w and proj_w: their weights,
-    as arguments that autograd sees.
-
-    relu_square() says how to write another activation.
-
-    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients in e5m2, all else in e4m3.
-    Gradients pass straight through the roundings, except that da is 0 where square is rounded to 0.
-    """
-
-    @staticmethod
-    def forward(ctx, h, matrices, fc_w, proj_w, backend, fp8):
-        ctx.matrices, ctx.backend, ctx.fp8 = matrices, backend, fp8
-        if fp8 is None:
-            square = backend.relu_square(h, fc_w)
-            ctx.save_for_backward(h, square, fc_w, proj_w)
-            return square @ proj_w
-        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
-        square8, square8_T = backend.relu_square_fp8(h8, fp8)
-        ctx.save_for_backward(h8_T, square8, square8_T)
-        proj8_T = fp8.weights_T[1]
-        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, dy):
-        backend, fp8 = ctx.backend, ctx.fp8
-        fc, proj = ctx.matrices
-        if fp8 is None:
-            h, square, fc_w, proj_w = ctx.saved_tensors
-            da = backend.relu_square_grad(dy, proj_w, square)
-            return (
-                da @ fc_w,
-                None,
-                fc.deliver_grad(da, h),
-                proj.deliver_grad(square, dy),
-                None,
-                None,
-            )
-        h8_T, square8, square8_T = ctx.saved_tensors
-        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
-        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
-        fc8_T = fp8.weights_T[0]
-        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
-        dfc = fc.deliver_grad(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
-        dproj = proj.deliver_grad(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
-        return dh, None, dfc, dproj, None, None
-
-
-def relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    """Returns relu(h fc^T)^2, (T, F), for h (T, d) and fc (F, d). Its gradient is written by hand.
-
-    To try another activation without writing its gradient, put
-    linear(act(linear(h, fc)), proj, transposed=True) into GPT.mlp_branch, and run with --set fp8_mlp=false
-    bf16_mlp=false. That line has neither FP8 nor bf16_mlp, so the tests of FP8's MLPs fail.
-
-    A gradient by hand takes less memory. The activation must be 0 for negative inputs and rise for positive
-    ones, because relu_square_grad gets only the output. Edit relu_square and relu_square_grad; with FP8, also
-    relu_square_fp8; and on a GPU, also relu_square_kernel, or run without that kernel.
-
-    The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
-    """
-    return F.linear(h, fc).relu_().square()
-
-
-def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
-
-    The root is taken in at least fp32, except for bf16 on a CPU: there it is taken in bf16, which gives
-    relu(h fc^T) exactly and takes half the time.
-    """
-    if square.dtype == torch.bfloat16 and not square.is_cuda:
-        root = square.sqrt()
-    else:
-        # Not sqrt(): on CPUs with MKL it handles zeros one by one, which takes 15 times as long.
-        root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
-    return (2 * dy @ proj.T).mul_(root)
-
-
-def relu_square_fp8(a8: Tensor, fp8: FP8Operands, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def relu_square_fp8(
+    x8: Tensor, operands: FP8Operands, square8: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Computes the forward of relu_square in FP8 or, with square8, the backward.
 
-    Forward: a8 is h (T, d) in e4m3; returns `square` in e4m3. Backward: a8 is dy (T, d) in e5m2; returns da
-    in e5m2. Either is (T, F), with its transpose (F, T), and is first rounded to bf16. fp8.amax keeps the
-    larger of its entry and the result's maximum.
+    Forward: x8 is h (T, d) in e4m3; returns `square` in e4m3. Backward: x8 is dy (T, d) in e5m2; returns da
+    in e5m2. Either is (T, F), with its transpose (F, T), and is first rounded to bf16. operands.amax keeps
+    the larger of its entry and the result's maximum.
     """
     column = FORWARD if square8 is None else BACKWARD
-    a_scale, w_scale, out_scale = fp8.scales[:, column]
-    product = a8.float() @ fp8.weights[column].float().T * (a_scale * w_scale)
+    x_scale, w_scale, out_scale = operands.scales[:, column]
+    product = x8.float() @ operands.weights[column].float().T * (x_scale * w_scale)
     if square8 is None:
         result = product.bfloat16().relu_().square()
     else:
-        square = square8.float() * fp8.scales[RESULT, FORWARD]
+        square = square8.float() * operands.scales[RESULT, FORWARD]
         result = (product * square.sqrt_().mul_(2)).bfloat16()
-    amax = fp8.amax.view(-1)[2 * fp8.i + column]
+    amax = operands.amax.view(-1)[operands.amax_index(column)]
     amax.copy_(torch.maximum(amax, result.abs().max()))
-    return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
+    return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, x8.dtype)
+
+
+# ---- The kernel, for all forms -----------------------------------------------------------------------------
 
 
 @jit
@@ -3183,11 +3272,13 @@ def relu_square_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Computes a tile of relu(a b^T)^2 or, with `square`, of 2 sqrt(square) (a b^T).
+    """Computes a tile of out (M, N): of relu(a b^T)^2 or, with `square` (M, N), of 2 sqrt(square) (a b^T).
 
-    GROUP rows of tiles share operands in the L2 cache.
-    FP8_MAX: the largest number of the result's format, or 0: no FP8, and no out_T, scales and amax.
-    scales: FP8Operands.scales. Its columns, forward and backward, lie SCALE_STEP apart, its rows twice that.
+    a (M, K), b (N, K); a_m .. b_k are their strides. GROUP rows of tiles share operands in the L2 cache.
+    FP8_MAX: the largest number of the result's format; with it out_T (N, M) is written, too. 0: no FP8, and
+    no out_T, scales and amax.
+    scales: FP8Operands.scales. In memory they are h, dy, fc, proj, square, da, each SCALE_STEP numbers after
+    the one before. The forward reads h, fc and square, the backward the others and square.
     """
     i, j = tl.program_id(1), tl.program_id(0)
     i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -3197,17 +3288,15 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        # Rows of `scales` belong to a, b and the result, columns to the forward and the backward. `square`
-        # has the scale of the forward's result.
-        scale = scales if square is None else scales + SCALE_STEP
-        product *= tl.load(scale) * tl.load(scale + WEIGHT_ROW_AT * SCALE_STEP)
+        a_scale = scales if square is None else scales + SCALE_STEP
+        product *= tl.load(a_scale) * tl.load(a_scale + WEIGHT_ROW_AT * SCALE_STEP)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(scales + RESULT_ROW_AT * SCALE_STEP)
+            squares *= tl.load(scales + RESULT_ROW_AT * SCALE_STEP)  # the forward's result
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -3215,7 +3304,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        codes = result * (1 / tl.load(scale + RESULT_ROW_AT * SCALE_STEP))
+        codes = result * (1 / tl.load(a_scale + RESULT_ROW_AT * SCALE_STEP))
         store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
@@ -3228,51 +3317,69 @@ RELU_SQUARE_TILES = {
 }
 
 
-class FP8Args(NamedTuple):
-    """Holds relu_square_kernel's FP8 arguments, in order, except FP8_MAX, which comes later."""
-
-    out_T: Tensor | None = None
-    scales: Tensor | None = None
-    scale_step: int = 0
-    amax: Tensor | None = None
-    amax_index: int = 0
-
-
 def launch_relu_square(
-    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: FP8Args, fp8_max: int = 0
+    a: Tensor,
+    b: Tensor,
+    square: Tensor | None,
+    out: Tensor,
+    out_T: Tensor | None = None,
+    operands: FP8Operands | None = None,
+    column: int = FORWARD,
 ) -> None:
+    """Launches relu_square_kernel, in FP8 if `operands` are given."""
     M, K = a.shape
     N = len(b)
-    name = "small"
+    tiles = RELU_SQUARE_TILES["small"]
     if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10):
-        name = "large fp8" if fp8_max else "large"
-    tiles = RELU_SQUARE_TILES[name]
+        tiles = RELU_SQUARE_TILES["large" if operands is None else "large fp8"]
     grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
-    strides = a.stride() + b.stride()
-    relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
+    fp8_arguments: dict = dict(scales=None, SCALE_STEP=0, amax=None, amax_index=0, FP8_MAX=0)
+    if operands is not None:
+        fp8_arguments = dict(
+            scales=operands.scales,
+            SCALE_STEP=operands.scales.stride(1),
+            amax=operands.amax,
+            amax_index=operands.amax_index(column),
+            FP8_MAX=int(torch.finfo(out.dtype).max),
+        )
+    relu_square_kernel[grid](
+        a,
+        b,
+        square,
+        out,
+        out_T,
+        M=M,
+        N=N,
+        K=K,
+        a_m=a.stride(0),
+        a_k=a.stride(1),
+        b_n=b.stride(0),
+        b_k=b.stride(1),
+        **fp8_arguments,
+        **tiles,
+    )
 
 
 def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
     out = h.new_empty(len(h), len(fc))
-    launch_relu_square(h, fc, None, out, FP8Args())
+    launch_relu_square(h, fc, None, out)
     return out
 
 
 def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     out = dy.new_empty(len(dy), len(proj))
-    launch_relu_square(dy, proj, square, out, FP8Args())
+    launch_relu_square(dy, proj, square, out)
     return out
 
 
 def triton_relu_square_fp8(
-    a8: Tensor, fp8: FP8Operands, square8: Tensor | None = None
+    x8: Tensor, operands: FP8Operands, square8: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     column = FORWARD if square8 is None else BACKWARD
-    w8 = fp8.weights[column]
-    out = a8.new_empty(len(a8), len(w8))
-    out_T = a8.new_empty(len(w8), len(a8))
-    fp8_args = FP8Args(out_T, fp8.scales, fp8.scales.stride(1), fp8.amax, 2 * fp8.i + column)
-    launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
+    w8 = operands.weights[column]
+    out = x8.new_empty(len(x8), len(w8))
+    out_T = x8.new_empty(len(w8), len(x8))
+    launch_relu_square(x8, w8, square8, out, out_T, operands, column)
     return out, out_T
 
 
@@ -3325,16 +3432,17 @@ def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
 def mix_with_pointer_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
     """Returns gradients of the loss -weight log p, given weight / p. Also called by the kernel.
 
-    dp_copy, dp_sink: with respect to p_copy and p_sink. dz_gate_mixture: with respect to the
-    gate column's z.
-    In every column but the gate's, dz is softmax_weight times the softmax without the gate's column; in the
-    target's column dz_at_first is then subtracted.
+    dp_copy, dp_sink: with respect to p_copy and p_sink.
+    dz_gate_mixture: with respect to z in the gate's column.
+    dz_at_first, softmax_weight: with respect to z in any other column. There it is softmax_weight times the
+    softmax without the gate's column, less dz_at_first if the column is the target's.
     """
     dp_copy = -weight_over_p * gate
+    dp_sink = dp_copy * p_vocab
     dz_gate_mixture = -weight_over_p * gate_slope
     dz_at_first = weight_over_p * p_head
     softmax_weight = weight_over_p * (p_head + gate_slope)
-    return dp_copy, dp_copy * p_vocab, dz_gate_mixture, dz_at_first, softmax_weight
+    return dp_copy, dp_sink, dz_gate_mixture, dz_at_first, softmax_weight
 
 
 def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
@@ -3494,8 +3602,9 @@ def softcap_loss_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the losses and the gradient of ROWS rows, with softcap_loss's names.
+    """Computes the losses and the gradient of ROWS rows, with softcap_loss's names and shapes.
 
+    grad_T (V, n) or None; pointer_probs and pointer_dprobs (2, n), rows pointer_stride apart, or None.
     all_weight is dz_per_exp_z times the sum of exp(z). dz_at_first is the first column of dz_at_targets.
     grad_mul times s (1 - s) is dz/dlogits, divided by fp8_scale if there is one.
     z lies in 0 .. SCALE, so exponentials need no maximum subtracted. Tile rows beyond the last row repeat it
@@ -3507,7 +3616,7 @@ def softcap_loss_kernel(
     logits += rows * logits_stride
     grad += rows * V
     targets += rows * K
-    gate_col = -1
+    gate_col = -1  # no column
     if pointer_probs is not None:
         gate_col = tl.load(copy_gate_column).to(tl.int32)
 
@@ -3525,7 +3634,7 @@ def softcap_loss_kernel(
 
     loss = 0.0
     other_weights = 0.0  # sum of the weights of targets not mixed with the pointer
-    all_weight = 0.0  # weight of the softmax among all columns
+    all_weight = 0.0  # factor of the softmax among all columns, in every column but the gate's
     for k in tl.static_range(K):
         target = tl.load(targets + k)
         z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
@@ -3547,7 +3656,7 @@ def softcap_loss_kernel(
             )
             tl.store(pointer_dprobs + rows, dp_copy)
             tl.store(pointer_dprobs + pointer_stride + rows, dp_sink)
-            all_weight = softmax_weight / not_gate
+            all_weight = softmax_weight / not_gate  # the softmax without the gate is softmax / not_gate
     tl.store(losses + rows, loss)
 
     all_weight += other_weights
@@ -3591,10 +3700,15 @@ def triton_softcap_loss(
     else:
         grad, grad_T = logits.new_empty(n, V), None
         tiles = LOSS_TILES["row"]
-    pointer_args: tuple = (None,) * 4
+    pointer_names = "pointer_probs", "pointer_dprobs", "copy_gate_column", "pointer_stride"
+    pointer_arguments: dict = dict.fromkeys(pointer_names)
     if pointer_out is not None:
-        probs, copy_gate_column, dprobs = pointer_out
-        pointer_args = probs, dprobs, copy_gate_column, probs.stride(0)
+        pointer_arguments = dict(
+            pointer_probs=pointer_out.probs,
+            pointer_dprobs=pointer_out.dprobs,
+            copy_gate_column=pointer_out.copy_gate_column,
+            pointer_stride=pointer_out.probs.stride(0),
+        )
     softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
         logits,
         targets,
@@ -3602,16 +3716,16 @@ def triton_softcap_loss(
         losses,
         grad,
         grad_T,
-        n,
-        V,
-        logits.stride(0),
-        *pointer_args,
-        len(loss_weights),
-        torch.finfo(grad.dtype).max,
-        cap.scale / cap.span / (fp8_scale or 1.0),
-        cap.scale,
-        cap.shift,
-        1 / cap.span,
+        n=n,
+        V=V,
+        logits_stride=logits.stride(0),
+        **pointer_arguments,
+        K=len(loss_weights),
+        grad_max=torch.finfo(grad.dtype).max,
+        grad_mul=cap.scale / cap.span / (fp8_scale or 1.0),
+        SCALE=cap.scale,
+        SHIFT=cap.shift,
+        PER_SPAN=1 / cap.span,
         **tiles,
     )
     return (losses, grad) if grad_T is None else (losses, grad, grad_T)
@@ -3703,14 +3817,14 @@ def pointer_tiles(
     the next token.
     """
     q, k, _ = inputs
-    T, D = q.shape
+    T, dim = q.shape
     first = first_seen(micro_batch.cu_seqlens, T, window)
     positions = torch.arange(T, device=q.device)
     for i in range(first_query, T, POINTER_QUERIES):
         queries = slice(i, i + POINTER_QUERIES)
         sources = slice(max(0, i - window), i + POINTER_QUERIES)
         seen = (first[queries, None] <= positions[sources]) & (positions[sources] < positions[queries, None])
-        scores = upcast(q[queries]) @ upcast(k[sources]).T * D**-0.5
+        scores = upcast(q[queries]) @ upcast(k[sources]).T * dim**-0.5
         scores.masked_fill_(~seen, -math.inf)
         yield queries, sources, scores, micro_batch.inputs[sources] == micro_batch.targets[queries, None]
 
@@ -3776,36 +3890,36 @@ class Pointer(torch.autograd.Function):
 
 
 @jit
-def pointer_scores(a, b, seen, D: tl.constexpr):
+def pointer_scores(a, b, seen, DIM: tl.constexpr):
     """Returns the scores of tiles a and b, one of queries and one of keys; -inf where not `seen`."""
-    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
+    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * DIM**-0.5
     return tl.where(seen, scores, float("-inf"))
 
 
 @jit
 def pointer_kernel(
-    q, k, first_sources, targets, tokens, sink_scores, out, T, D: tl.constexpr, BLOCK: tl.constexpr
+    q, k, first_sources, targets, tokens, sink_scores, out, T, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Computes p_copy, p_sink and lse, the rows of `out` (3, T), for a tile of queries.
 
-    Sums are divided by exp(peak); peak is the largest score so far.
+    Sums are divided by exp(peak). The peak is the largest score so far, the sink's among them.
     """
-    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    offs, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
-    q_tile = tl.load(q + rows.to(tl.int64)[:, None] * D + d)
+    q_tile = tl.load(q + rows.to(tl.int64)[:, None] * DIM + d)
     first = tl.load(first_sources + rows)
     target = tl.load(targets + rows)
     sink = tl.load(sink_scores + rows)
     peak = sink
     copy_sum = tl.zeros_like(sink)
-    total = copy_sum + 1
+    total = copy_sum + 1  # exp(sink - peak)
     for start in range(tl.min(first), tl.max(rows), BLOCK):
         cols = start + offs
         seen = (first[:, None] <= cols) & (cols < rows[:, None])
         cols = tl.minimum(cols, T - 1)
-        k_tile = tl.load(k + cols.to(tl.int64)[:, None] * D + d)
+        k_tile = tl.load(k + cols.to(tl.int64)[:, None] * DIM + d)
         holds_target = target[:, None] == tl.load(tokens + cols)
-        scores = pointer_scores(q_tile, k_tile, seen, D)
+        scores = pointer_scores(q_tile, k_tile, seen, DIM)
         old_peak = peak
         peak = tl.maximum(peak, tl.max(scores, 1))
         exp_scores = tl.exp(scores - peak[:, None])
@@ -3831,35 +3945,35 @@ def pointer_grad_kernel(
     grad,
     T,
     KEYS: tl.constexpr,
-    D: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the gradient of a tile of a (T, D), given b (T, D).
+    """Computes the gradient of a tile of a (T, DIM), given b (T, DIM).
 
     a holds the queries and b the keys, a_ids the queries' targets and b_ids the keys' tokens, `bounds` the
     queries' first sources. With KEYS, queries and keys change places, and `bounds` holds the ends of the
     keys' queries.
     """
-    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    offs, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
-    a_offs = rows.to(tl.int64)[:, None] * D + d
+    a_offs = rows.to(tl.int64)[:, None] * DIM + d
     a_tile = tl.load(a + a_offs)
     bound = tl.load(bounds + rows)
     a_id = tl.load(a_ids + rows)
     first, end = (rows + 1, bound) if KEYS else (bound, rows)
-    total = tl.zeros((BLOCK, D), tl.float32)
+    total = tl.zeros((BLOCK, DIM), tl.float32)
     for start in range(tl.min(first), tl.max(end), BLOCK):
         cols = start + offs
         seen = (first[:, None] <= cols) & (cols < end[:, None])
         cols = tl.minimum(cols, T - 1)
-        b_tile = tl.load(b + cols.to(tl.int64)[:, None] * D + d)
+        b_tile = tl.load(b + cols.to(tl.int64)[:, None] * DIM + d)
         holds_target = a_id[:, None] == tl.load(b_ids + cols)
-        scores = pointer_scores(a_tile, b_tile, seen, D)
+        scores = pointer_scores(a_tile, b_tile, seen, DIM)
         query_ids = cols[None, :] if KEYS else rows[:, None]
         dscores = tl.where(holds_target, tl.load(copy_grad + query_ids), 0.0) - tl.load(mean + query_ids)
         dscores *= tl.exp(scores - tl.load(lse + query_ids))
         total = tl.dot(dscores.to(b_tile.dtype), b_tile, total, input_precision="ieee")
-    tl.store(grad + a_offs, total * D**-0.5)
+    tl.store(grad + a_offs, total * DIM**-0.5)
 
 
 POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
@@ -3882,10 +3996,10 @@ def triton_pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) 
         micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window
     )
     q, k = inputs.q.contiguous(), inputs.k.contiguous()
-    T, D = q.shape
+    T, dim = q.shape
     out = inputs.sink_scores.new_empty(3, T)
     grid = (triton.cdiv(T, POINTER_TILES["BLOCK"]),)
-    pointer_kernel[grid](q, k, first, targets, tokens, inputs.sink_scores, out, T, D, **POINTER_TILES)
+    pointer_kernel[grid](q, k, first, targets, tokens, inputs.sink_scores, out, T, dim, **POINTER_TILES)
     return out[:2], out[2]
 
 
@@ -3901,13 +4015,13 @@ def triton_pointer_grad(
         micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window
     )
     q, k = inputs.q.contiguous(), inputs.k.contiguous()
-    T, D = q.shape
+    T, dim = q.shape
     mean = (probs * dprobs).sum(0)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     per_query = lse, mean, dprobs[0]
     kernel = pointer_grad_kernel[(triton.cdiv(T, POINTER_TILES["BLOCK"]),)]
-    kernel(q, k, first, targets, tokens, *per_query, dq, T, False, D, **POINTER_TILES)
-    kernel(k, q, end, tokens, targets, *per_query, dk, T, True, D, **POINTER_TILES)
+    kernel(q, k, first, targets, tokens, *per_query, dq, T, False, dim, **POINTER_TILES)
+    kernel(k, q, end, tokens, targets, *per_query, dk, T, True, dim, **POINTER_TILES)
     return PointerInputs(dq, dk, probs[1] * (dprobs[1] - mean))
 
 
@@ -4017,7 +4131,7 @@ def triton_segment_sum_rows(
 
 class Backend(NamedTuple):
     """Holds a run's implementations of operations. Other operations, such as norm and add_columns, choose by
-    themselves between forms that differ only in rounding.
+    themselves between forms that differ only in rounding. A function takes the arguments of its default.
     """
 
     attention: Callable = dense_attention
@@ -4029,7 +4143,7 @@ class Backend(NamedTuple):
     pointer: Callable = pointer
     pointer_grad: Callable = pointer_grad
     segment_sum_rows: Callable = segment_sum_rows
-    fp8: bool = False
+    fp8: bool = False  # Config.fp8; samples, with TORCH_BACKEND, have none
     mlp_dtype: torch.dtype | None = None  # dtype of the MLPs' products outside FP8; None: the model's
 
 
@@ -4143,9 +4257,10 @@ class Pending(NamedTuple):
 
     result: Tensor
     handle: dist.Work | None = None
-    finish: Callable[[Tensor], typing.Any] | None = None  # completes the result after its arrival
+    finish: Callable[[Tensor], typing.Any] | None = None  # called with the result when it has arrived
 
-    def wait(self) -> Tensor:
+    def wait(self) -> typing.Any:
+        """Waits for the collective. Returns the result or, if there is a `finish`, what that returns."""
         if self.handle is not None:
             with traced("waiting"):
                 self.handle.wait()
@@ -4266,7 +4381,8 @@ class Optimizer:
         self.cfg = cfg
         self.comm = comm
         self.backend = backend or TORCH_BACKEND
-        self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
+        # ShardedParam, by name; Any, because subclasses have methods of their own
+        self.params: dict[str, typing.Any] = {}
         groups = defaultdict(list)
         for spec in used_specs(cfg):
             if spec.kind == "small":
@@ -4355,11 +4471,12 @@ class Optimizer:
         # Update, and gather.
         with traced("update"):
             for trainable in sorted(due, key=lambda trainable: trainable.update_order):
-                grad = pending_grads.pop(trainable.name).wait()
+                grad = pending_grads.pop(trainable.name).wait()  # pop: its memory is free after the update
                 with traced(f"update {trainable.name}"):
                     trainable.update(grad, plan)
                 trainable.clear()
                 if trainable is self.ngrams:
+                    # The cache is free: fetch the next rows while parameters are updated.
                     self.ensure_batch(next_batch())
                 else:
                     trainable.gather()
@@ -4533,16 +4650,8 @@ class ShardedParam(Trainable):
         self.main_grad = torch.zeros_like(p)
 
     def end_backward(self) -> None:
-        """Ends a micro-batch's backward. Tables get their gradients after this call.
-
-        It does nothing unless a wrapper, such as Megatron's, has set the parameter's requires_grad and its
-        attribute grad_added_to_main_grad. Then, by TransformerEngine's contract (its PR 2871), the attribute
-        becomes True, and autograd gets an uninitialized gradient, so that hooks run; by the contract they
-        drop it. Products' backwards do not do this, because a compiled backward gives all results at its end.
-        """
-        if hasattr(self.p, "grad_added_to_main_grad"):
-            self.p.grad_added_to_main_grad = True
-            torch.autograd.backward(self.p, torch.empty_like(self.p))
+        """Ends a micro-batch's backward. Tables get their gradients after this call."""
+        tell_wrapper(self.p)
 
     def grad(self) -> Tensor:
         """Returns the gradient that this rank has summed."""
@@ -4658,7 +4767,7 @@ class DenseParam(ShardedParam):
         """Ends a micro-batch's backward: later gradients are added to its gradient."""
         self.accumulate.fill_(True)
         if self.main_grad is not None:
-            super().end_backward()
+            tell_wrapper(self.p)
 
     def drop_grad(self) -> None:
         self.p.grad = None
@@ -4725,7 +4834,7 @@ class LMHead(DenseParam):
         add_columns(self.main_grad, embed.routes.row_ids, embed.take_row_grads().T)
 
     def copy_after_gather(self, embed: EmbeddingParam) -> None:
-        """Makes embed.wait() wait for this parameter's gather, and then copy its transpose to embed."""
+        """Makes embed.wait() wait for this parameter's gather, too, and then copy its transpose to embed."""
         embed.in_flight = self.in_flight._replace(finish=partial(write_transpose, embed.p))
 
     def untie(self, embed: EmbeddingParam) -> None:
@@ -4741,6 +4850,19 @@ class LMHead(DenseParam):
 
 # Classes by ParamSpec.kind; SmallParams packs small parameters.
 PARAM_CLASSES = {"bank": DenseParam, "head": LMHead, "embedding": EmbeddingParam}
+
+
+def tell_wrapper(p: Tensor) -> None:
+    """Tells a wrapper of the model, such as Megatron's, that main_grad has a parameter's gradient.
+
+    Does nothing unless the wrapper has set the parameter's requires_grad and its attribute
+    grad_added_to_main_grad. Then, by TransformerEngine's contract (its PR 2871), the attribute becomes True,
+    and autograd gets an uninitialized gradient, so that hooks run; by the contract they drop it. Products'
+    backwards do not do this, because a compiled backward gives all results at its end.
+    """
+    if hasattr(p, "grad_added_to_main_grad"):
+        p.grad_added_to_main_grad = True
+        torch.autograd.backward(p, torch.empty_like(p))
 
 
 # ============================================================================================================
@@ -5066,15 +5188,8 @@ UPDATE_RULES = {
 #    exchange only the gradients of rows that batches have read since the table's last update. But with
 #    exchange=reduce_scatter they exchange the whole gradient of an embedding.
 #
-# A row has up to three numbers, all int32:
-#   row id        its place in the whole table, which a token or a hash gives
-#   local row id  its place in its owner's block
-#   slot          its place in this rank's buffers. Every rank has all rows of an embedding, so the slot is
-#                 the row id. Of the table of n-grams a rank has only the rows that it fetched; their slots
-#                 are rows of NgramTable.cache.
-#
 # Segments say which positions of a micro-batch have read a row. RowRoutes say which rank gets its gradient.
-# A row's gradient, for example one of value_embeds, travels like this:
+# (Section 5 has both.) A row's gradient, for example one of value_embeds, travels like this:
 #
 #   thread that       make_segments                  which rows each micro-batch reads, at which positions
 #   builds batches    route_rows                     tells every owner which of its rows are touched
@@ -5097,34 +5212,6 @@ UPDATE_RULES = {
 # reduction=fp32, rounded to that dtype. Otherwise, in bf16, the division rounds once more. Section 20 has
 # what n-grams add.
 # ============================================================================================================
-
-
-class Segments(NamedTuple):
-    """Holds the distinct ids of a list (T,) or (K, T), and each id's positions in 0 .. T - 1, as a sparse
-    matrix in CSR form.
-    """
-
-    # (n,) int32, ascending: a micro-batch's row ids, or the local row ids of RowRoutes. assign_slots()
-    # replaces the row ids of n-grams by slots, which are unordered.
-    ids: Tensor
-    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
-    perm: Tensor
-    offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # int32, like perm: rows of signs, in perm's order
-
-
-class RowRoutes(NamedTuple):
-    """Holds the routes by which an all-to-all sends the gradients of a table's touched rows to their owners.
-
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. N-grams
-    use the same routes beforehand, in reverse: owners send the rows to the ranks that will read them.
-    """
-
-    input_splits: list[int]  # numbers of rows that this rank sends, by owner
-    output_splits: list[int]  # numbers of rows that it receives as an owner, by sender
-    row_ids: Tensor  # (sum(input_splits),) int32: the rows that this rank has touched, by owner
-    local_row_ids: Tensor  # (sum(output_splits),) int32: the rows of its block that it receives
-    segments: Segments  # segments of local_row_ids: several ranks may send the same row
 
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
@@ -5234,7 +5321,8 @@ def reduce_row_grads(
 # mattmahoney.net/dc). Each function takes tokens (T,) uint32, and returns a uint32 number for each token.
 # Equal contexts have equal numbers.
 
-HASH_MULTIPLIER = 0x9E3779B1  # Knuth's odd multiplier, a prime near 2^32 over the golden ratio
+HASH_MULTIPLIER = 0x9E3779B1  # Knuth's odd multiplier, a prime near 2^32 / (golden ratio)
+DOCUMENT_MULTIPLIER = np.uint32(0xC2B2AE35)  # another one
 WORD_BYTES = np.zeros(2**16, bool)
 WORD_BYTES[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = True
 WORD_BYTES[128:256] = True  # bytes of all other characters in UTF-8
@@ -5268,15 +5356,18 @@ def word_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
 
 
 def above_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """Returns a hash of a pair: this token, and the token one line above the next one, in the same column."""
+    """Returns a hash of a pair: this token, and the token one line above the next one, in the same column.
+
+    After the bytes of "abc", a newline and "x", the next byte is in column 1; above it is "b".
+    """
     at = np.arange(len(tokens))
     ends_line = (tokens == NEWLINE) | (tokens == bos_id)
     line_start = np.maximum.accumulate(np.where(ends_line, at + 1, 0))  # start of the next token's line
     # The line break is at line_start - 1, and the token before it has the start of its own line.
-    start_before = line_start[np.maximum(line_start - 2, 0)]
-    above = start_before + (at + 1 - line_start)
-    exists = (above < line_start) & (tokens[line_start - 1] == NEWLINE)
-    above_token = np.where(exists, tokens[np.minimum(above, at)] + 1, 0)
+    start_above = line_start[np.maximum(line_start - 2, 0)]
+    above_at = start_above + (at + 1 - line_start)
+    exists = (above_at < line_start) & (tokens[line_start - 1] == NEWLINE)
+    above_token = np.where(exists, tokens[np.minimum(above_at, at)] + 1, 0)
     return (tokens + 1) * HASH_MULTIPLIER + above_token
 
 
@@ -5293,7 +5384,8 @@ def copy_context(tokens: np.ndarray, bos_id: int) -> np.ndarray:
     span_hash = SpanHash(tokens)
     numbers = np.zeros_like(tokens)
     for length in COPY_LENGTHS:
-        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * np.uint32(0xC2B2AE35)
+        spans = span_hash(np.maximum(at + 1 - length, 0)) + document * DOCUMENT_MULTIPLIER
+        # The sort is stable. So in its order each span follows its latest earlier occurrence.
         span_order = np.argsort(spans, kind="stable")
         earlier, later = span_order[:-1], span_order[1:]
         found = (spans[earlier] == spans[later]) & (earlier + 1 - length >= document_start[earlier])
@@ -5333,8 +5425,8 @@ def hash_ngrams(
         hashes[i] = CONTEXTS[context](ids, bos_id)
     sign_ids = None
     if sign_rows:
-        sign_hash = hashes * 0x27D4EB2F >> 16  # another odd factor
-        sign_ids = int32(sign_hash * sign_rows >> 16)
+        sign_hash = (hashes * 0x27D4EB2F) >> 16  # another odd factor
+        sign_ids = int32((sign_hash * sign_rows) >> 16)
     hashes ^= hashes >> 16
     hashes *= 0x85EBCA6B
     hashes ^= hashes >> 13
@@ -5356,20 +5448,20 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
     the first has the routes, and all micro-batches have their slots.
     """
     distinct_rows = []  # row ids, one tensor per micro-batch
-    for batch in batches:
-        for unpacked in batch.micro_batches:
-            distinct_rows.append(unpacked.segments["hashed_rows"].ids)
+    for unrouted in batches:
+        for micro_batch in unrouted.micro_batches:
+            distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
     merged = make_segments(torch.cat(distinct_rows))
     routes, slots = route_ngrams(comm, merged.ids.numpy())
     # One slot for each entry of the concatenated distinct_rows.
     slots = ids_by_position(merged._replace(ids=slots), (-1,))
     remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
     routed = []
-    for batch in batches:
+    for unrouted in batches:
         with_slots = []
-        for unpacked in batch.micro_batches:
-            with_slots.append(assign_slots(unpacked, next(remaining)))
-        routed.append(batch._replace(micro_batches=with_slots))
+        for micro_batch in unrouted.micro_batches:
+            with_slots.append(assign_slots(micro_batch, next(remaining)))
+        routed.append(unrouted._replace(micro_batches=with_slots))
     first, *others = routed
     return [first._replace(routes=first.routes | {"ngrams": routes}), *others]
 
@@ -5732,9 +5824,10 @@ def dataset_hash(paths: list[Path]) -> str:
 class Shard(NamedTuple):
     tokens: np.ndarray  # uint16
     bounds: np.ndarray  # int64: positions of BOS tokens, and of the end
-    # By max_doc_len: the ends of documents truncated to it, one after the other; int64, the first is 0. They
-    # are kept from batch to batch, because a shard of FineWeb has 150,000 documents.
-    ends: dict[int, np.ndarray]
+    # By max_doc_len: where each document begins, and where the last one ends, if all are truncated to it and
+    # laid end to end; (documents + 1,) int64. They are kept from batch to batch, because a shard of FineWeb
+    # has 150,000 documents.
+    truncated_bounds: dict[int, np.ndarray]
 
 
 def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
@@ -5808,7 +5901,8 @@ def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: i
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)  # more than missing: some are chosen already
         others = np.arange(offset, offset + size) * COLUMN_STRIDE % vocab
-        others, offset = others[~chosen[others]], (offset + size) % vocab
+        others = others[~chosen[others]]
+        offset = (offset + size) % vocab
         if len(others) < missing:
             others = np.flatnonzero(~chosen)
             others = others[:: len(others) // missing]
@@ -5839,7 +5933,7 @@ class TrainLoader:
         self.cfg = cfg
         self.paths = paths
         self.num_microbatches = num_microbatches(cfg, world_size)
-        self.own = range(rank, self.num_microbatches, world_size)
+        self.own_numbers = range(rank, self.num_microbatches, world_size)
         # One thread reads the next shard. Another builds the next batches, in order. Each first
         # chooses its rank's GPU: a new thread has GPU 0, where page-locking memory would make a context.
         on_gpu = torch.cuda.is_initialized()
@@ -5847,10 +5941,12 @@ class TrainLoader:
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.shard_number, self.document, *self.offsets = position
         # The offset of each of this rank's micro-batches for choose_sampled_columns().
-        self.offsets = self.offsets or [cfg.padded_vocab * m // self.num_microbatches for m in self.own]
-        self.next_shard = self._read(self.shard_number)
+        self.offsets = self.offsets or [
+            cfg.padded_vocab * m // self.num_microbatches for m in self.own_numbers
+        ]
         # The clock is running, so the first batches wait only for the shard's first tokens. A batch that
         # needs later tokens, or more of the last document read, is taken from the whole shard.
+        self.being_read = self._read(self.shard_number)  # while is_partial the present shard, then the next
         self.shard = read_shard(self._path(self.shard_number), cfg, FIRST_READ)
         self.is_partial = True
 
@@ -5866,36 +5962,38 @@ class TrainLoader:
     def _read(self, i: int) -> Future:
         return self.reader.submit(read_shard, self._path(i), self.cfg)
 
-    def _open(self) -> None:
-        """Opens the shard that is being read: the whole present shard, or the next one."""
-        self.shard = self.next_shard.result()
-        self.next_shard = self._read(self.shard_number + 1)
+    def _open_shard(self) -> None:
+        """Opens the shard that is being read, and begins to read the next one."""
+        self.shard = self.being_read.result()
+        self.is_partial = False
+        self.being_read = self._read(self.shard_number + 1)
 
     def close(self) -> None:
         self.builder.shutdown()  # not cancelled: other ranks may wait for this one to build the same batch
         self.reader.shutdown(cancel_futures=True)
 
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
-        """Returns the first document of each micro-batch of the next batch, and of the batch after it."""
+        """Returns the first document of each micro-batch of the next batch, and of the batch after it. So
+        micro-batch m takes documents from firsts[m] to firsts[m + 1] - 1.
+        """
         # Tries at most the first tokens of the first shard, the whole of that shard, then every shard once.
         for _ in range(len(self.paths) + 2):
-            if max_doc_len not in self.shard.ends:
+            if max_doc_len not in self.shard.truncated_bounds:
                 lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
-                self.shard.ends[max_doc_len] = np.append(0, np.cumsum(lengths))
-            ends = self.shard.ends[max_doc_len]
+                self.shard.truncated_bounds[max_doc_len] = np.append(0, np.cumsum(lengths))
+            bounds = self.shard.truncated_bounds[max_doc_len]
             firsts = [self.document]
-            while len(firsts) <= self.num_microbatches and firsts[-1] < len(ends):
+            while len(firsts) <= self.num_microbatches and firsts[-1] < len(bounds):
                 # One token more than the inputs: the target of the last input.
-                end = ends[firsts[-1]] + batch_tokens // self.num_microbatches + 1
-                firsts.append(int(np.searchsorted(ends, end)))
-            if firsts[-1] < len(ends):
+                end = bounds[firsts[-1]] + batch_tokens // self.num_microbatches + 1
+                firsts.append(int(np.searchsorted(bounds, end)))
+            if firsts[-1] < len(bounds):
                 self.document = firsts[-1]
                 return firsts
             if not self.is_partial:
                 self.shard_number += 1
                 self.document = 0
-            self._open()
-            self.is_partial = False
+            self._open_shard()
         raise UserError(
             f"no training shard holds a batch of {batch_tokens:,} tokens, with documents truncated to "
             f"{max_doc_len:,}; add shards that are larger or have more documents, or lower batch_tokens"
@@ -5907,7 +6005,7 @@ class TrainLoader:
         T = plan.batch_tokens // self.num_microbatches
         firsts = self.advance(plan.batch_tokens, plan.max_doc_len)
         micro_batches = []
-        for local, number in enumerate(self.own):
+        for local, number in enumerate(self.own_numbers):
             bounds = self.shard.bounds[firsts[number] : firsts[number + 1] + 1]
             lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
@@ -6003,12 +6101,12 @@ class Prefetcher:
         if self.cfg.ngrams.orders:
             interval_batches = route_interval(self.comm, interval_batches)
         finished = []
-        for batch in interval_batches:
+        for unpacked in interval_batches:
             packed = []
-            for unpacked in batch.micro_batches:
-                segments = pack(unpacked.segments)
-                packed.append(pack(unpacked._replace(segments={}))._replace(segments=segments))
-            finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
+            for micro_batch in unpacked.micro_batches:
+                segments = pack(micro_batch.segments)
+                packed.append(pack(micro_batch._replace(segments={}))._replace(segments=segments))
+            finished.append(unpacked._replace(micro_batches=packed, routes=pack(unpacked.routes)))
         return finished
 
 
@@ -6875,12 +6973,13 @@ def build(cfg: Config, backend: Backend, comm: Collectives, seed: int) -> tuple[
     return model, optimizer
 
 
-def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> None:
-    """Logs where the run differs from its settings, and what the clock leaves out. val_slices: the setting;
-    cfg.val_slices has what the data allow.
+def log_remarks(cfg: Config, wanted_val_slices: int, backend: Backend, log: RunLog) -> None:
+    """Logs where the run differs from its settings, and what the clock leaves out. wanted_val_slices: the
+    setting; cfg.val_slices has what the data allow.
     """
-    if cfg.val_slices < val_slices:
-        log.print0(f"validation: on {cfg.val_slices} slices, not {val_slices}, because there is no more text")
+    if cfg.val_slices < wanted_val_slices:
+        slices = f"{cfg.val_slices} slices, not {wanted_val_slices}"
+        log.print0(f"validation: on {slices}, because there is no more text")
     if backend.mlp_dtype:
         log.print0("this CPU has AMX: the MLPs' products are in bf16")
     log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
@@ -6978,7 +7077,7 @@ def run(args: argparse.Namespace) -> None:
     backend = select_backend(cfg, device)
     resumed = read_checkpoint(args, rank)
     data = open_dataset(cfg)
-    val_slices = cfg.val_slices
+    wanted_val_slices = cfg.val_slices
     cfg = replace(cfg, val_slices=data.val_slices)
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
@@ -7003,8 +7102,8 @@ def run(args: argparse.Namespace) -> None:
     training = Training(data, model, optimizer, ValLoader(cfg, data.val), loader_comm)
     start = prepare(training, resumed, log)
 
-    log_remarks(cfg, val_slices, backend, log)
-    every = args.checkpoint_every or cfg.steps
+    log_remarks(cfg, wanted_val_slices, backend, log)
+    every = args.checkpoint_every or cfg.steps  # cfg.steps: the range below is empty
     checkpoint_steps = {padded(n, UPDATE_PERIOD) for n in range(every, cfg.steps, every)} - {cfg.steps}
     checkpoints = Checkpoints(checkpoint_folder(path), task, checkpoint_steps)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
