@@ -32,7 +32,7 @@ def bf16_stream(shape, stream, scale=1.0):
 
 @PINNED
 def test_maps():
-    assert [list(row) for row in tg.ANVIL_MAPS] == GOLDEN["maps"]
+    assert list(map(list, tg.ANVIL_MAPS)) == GOLDEN["maps"]
 
 
 @PINNED
