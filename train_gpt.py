@@ -21,8 +21,7 @@ What you edit
      2  Shapes        layers' scalars and gates; parameters' shapes and initial values
      3  Schedule      plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
 A step and the model
-     4  Helpers       errors that a user can fix, labels in traces, compiled functions, dtypes, copies to the
-                      device
+     4  Helpers       errors that a user can fix, labels in traces, compiled functions, dtypes
      5  Step          what a batch holds; train_step, forward_backward, validate
      6  Loop          train(), the timed loop around the step; warm-up, clock
      7  Model         GPT: embeddings, layers, head
@@ -62,21 +61,26 @@ In shapes and formulas
     d = H * D  the model's width: H heads of width D; Dq and Dv: widths of a head's queries and values
     F          the MLP's width (in code, F is torch.nn.functional)
     L          layers
-    V, P       columns of the head, which are the padded vocabulary; sampled columns
-    K          targets of one token, or its rows of n-grams
+    V          columns of the head: the padded vocabulary
+    P          columns that a sampled softmax computes
+    K          targets of one token
+    R          rows of n-grams, or of bigrams, of one token
     M, N, K    in kernels of matrix products: the product's sizes
     a b        a times b
     [a > b]    1 if the condition holds, else 0
 
-The stream is the residual stream. It begins as x0, the smeared and normed token embeddings; if layer 0 has
-`ngram`, a gated share of the n-grams' sum is added to x0 before that layer. A bank is a stack of matrices of
-equal shape. main_grad is our own buffer for a parameter's gradient, summed from one update to the next. A
-rank's block is the part of a parameter that the rank updates. The touched rows of a table are those that
-batches have looked up since the table's last update. The pointer's weight is the softmax of the head's first
-padding column, the copy gate's column. A tick moves a running average of a parameter towards the parameter;
-it happens after certain steps only. ANVIL, a descendant of Muon, is the optimizer of the banks (section 18).
-MUDD (section 7) mixes earlier streams into later ones, with weights that small MLPs compute per token. Up to
-the untie step the token embedding embed is the transpose of lm_head.
+Words
+    stream        the residual stream. It begins as x0, the smeared and normed token embeddings; if layer 0
+                  has `ngram`, a gated share of the n-grams' sum is added to x0 before that layer
+    bank          a stack of matrices of equal shape
+    main_grad     our own buffer for a parameter's gradient, summed from one update to the next
+    block         the part of a parameter that a rank updates
+    touched rows  of a table: those that batches have looked up since the table's last update
+    copy gate     the head's first padding column. Its softmax is the weight of the copy pointer
+    tick          moves a running average of a parameter towards the parameter, after certain steps only
+    ANVIL         the optimizer of the banks, a descendant of Muon (section 18)
+    MUDD          mixes earlier streams into later ones, with weights that small MLPs compute per token (7)
+    untie step    up to this step the token embedding embed is the transpose of lm_head
 """
 
 from __future__ import annotations
@@ -189,7 +193,7 @@ class Layer:
     window: Literal["short", "long"] = "short"
     # Less width is enough at short range (record 92).
     narrow_qk: bool = False  # queries and keys are half as wide as a head
-    narrow_v: bool = False  # values are
+    narrow_v: bool = False  # values are half as wide as a head
     # Half of each key comes from the token before. Only in plain layers without narrow_qk.
     key_shift: bool = False
     value: bool = False  # a value embedding, from its own part of value_embeds, is added to the values
@@ -384,11 +388,12 @@ class WeightAverage:
 
 
 # Record 92's averages. Some parameters have two, which run independently. At the end the parameter moves
-# towards the first average, and from there towards the second. The record ticks lm_head's average after every
-# step, at the rate r = 2 / 299. lm_head changes every second step, so here its average ticks that often, at
-# the rate 1 - (1 - r)^2, which moves it as far as two ticks at r. The last tick stands for one step, so
-# last_rate is r. `also` adds a tick that is not among every second or fourth step: the first one of the
-# window, or one after the last step but one.
+# towards the first average, and from there towards the second. With n steps left after a step:
+#   lm_head, embed  change only where n is even (every=2). One tick stands for two of the record's, which have
+#                   the rate r = 2 / 299, and moves the average as far: its rate is 1 - (1 - r)^2. The last
+#                   tick, at n = 0, stands for one step (last_rate=r). The first, which copies, follows the
+#                   window's first step (also=(297,))
+#   also=(1,)       adds a tick after the last step but one, as in the record
 # fmt: off
 AVERAGES = (
     #              parameters                    window  rate                     blend
@@ -561,7 +566,7 @@ class Config:
     # rounding.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
     momentum_min: Fraction = 0.85  # the least momentum of Nesterov's rule
-    momentum_max: Fraction = 0.93  # and the largest
+    momentum_max: Fraction = 0.93  # the largest
     # ANVIL keeps a fast and a slow running average of the gradients. Before step two_momenta_from Nesterov's
     # rule takes only the fast one, which decays by the momentum; the slow one only decides where weight decay
     # acts. From that step on the rule takes a weighted mean of both: the fast one has the weight fast_weight
@@ -775,15 +780,17 @@ ALL_PRESETS = (RECORD, CPU, WORDS)
 
 # A layer's scalars and their initial values, by the parameter that has a column for each scalar.
 #
-#   x = resid_attention x + post_attention (out attention(norm(qkv q), norm(qkv k), qkv v + value_embed))
-#       + gated x0 + gated n-grams
-#   x = resid_mlp x + post_mlp (the sum of mlp(norm(x)) over the layer's MLPs)
+#   x = resid_attention * x + post_attention * out * W_out(attention(norm(qkv * q), norm(qkv * k), values))
+#       + gate * x0 + gate * n-grams,   values = qkv * v + value_embed
+#   x = resid_mlp * x + post_mlp * (the sum of mlp(norm(x)) over the layer's MLPs)
 #
-# A layer without attention, x0 and n-grams skips the first line. Each layer has all scalars, even those of
-# parts that it lacks. To add a scalar, add it here and pass w.scalars["my_scalar"] to weighted_sum(), which
-# returns the stream's dtype. Its shape is (1, 1), or (T, 1) in compiled code. A new scalar changes the
-# parameter's shape, so models that were saved before do not load. If the scalar has a switch, make it an
-# entry of PARAMS instead, with the shape (L if cfg.my_switch else 0,).
+# q, k and v are products with norm(x) or, after layer backout_from, with "normed backout". `out` and
+# post_attention act only as a product, but learn at different rates, as in the record (lr_mul of `scalars`
+# and of post_lambdas). A layer without attention, x0 and n-grams skips the first line. Each layer has all
+# scalars, even those of parts that it lacks. To add a scalar, add it here and pass w.scalars["my_scalar"] to
+# weighted_sum(), which returns the stream's dtype. Its shape is (1, 1), or (T, 1) in compiled code. A new
+# scalar changes the parameter's shape, so models that were saved before do not load. If the scalar has a
+# switch, make it an entry of PARAMS instead, with the shape (L if cfg.my_switch else 0,).
 LAYER_SCALARS = {
     "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so qkv acts only on v
     "resid_lambdas": {"resid_attention": 1.0488, "resid_mlp": 1.0488},  # sqrt(1.1), as the record rounds it
@@ -805,14 +812,13 @@ class GateSpec(NamedTuple):
     """A factor that the MLPs "mudd_gate" output per token; with mudd_gates=false it is a learned constant. No
     sigmoid is applied; only the xsa gate goes through a tanh.
 
-    To add a gate, add a field to Layer (check_layers() may have to limit it), a line to gate_table() and a
-    `use` below. Then multiply by gates[use, i] where it acts: in GPT.attention_branch or in GPT.trunk, for
-    example on what mlp_branch returns. The smear, the value embeddings and the pointer have other kinds of
+    To add a gate, add a field to Layer (check_layers() may have to limit it) and a line to gate_table(). Then
+    multiply by gates[use, i] where it acts: in GPT.attention_branch or in GPT.trunk, for example on what
+    mlp_branch returns. The smear, the value embeddings and the pointer have other kinds of
     gates.
     """
 
-    # Where it acts: xsa, output, x0, ngram or skip. The skip gate is also multiplied by sigmoid(scalar skip).
-    use: str
+    use: str  # where it acts; the skip gate is also multiplied by sigmoid(scalar skip)
     layer: int
     columns: int  # 1, or one per head
     initial: float  # value; an open gate has 1
@@ -847,8 +853,9 @@ def gate_table(cfg: Config) -> tuple[list[GateSpec], list[GateSpec]]:
 GATE_DIM = 12  # channels that the gates of the smear and of value embeddings read; other gates read all
 MUDD_SCALE = 0.1  # factor of the outputs of MUDD's MLPs
 GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
-# What the first of MUDD's MLPs outputs per token, with the initial values. resid_* and post_* replace the
-# layer's LAYER_SCALARS. The others weigh streams; x is the layer's own, whose weight in the layer's input is
+# What the first of MUDD's MLPs outputs per token, with the initial values. The order is that of the MLP's
+# outputs: models that were saved in another order would be wrong. resid_* and post_* replace the layer's
+# LAYER_SCALARS. The others weigh streams; x is the layer's own, whose weight in the layer's input is
 # 1 + "x".
 MUDD_OUTPUTS = {
     "start to value": 0.0,
@@ -872,13 +879,19 @@ MUDD_SCALARS = [name for name in MUDD_OUTPUTS if name in SCALAR_COLUMNS]
 
 def lm_head_stream_weights(cfg: Config) -> dict[str, float]:
     """Returns the initial weight of each stream that lm_head_input adds, by the name that GPT.trunk saves the
-    stream under.
+    stream under, in the order of the MLP's outputs.
     """
-    values = {f"value {i}": 0.0 for i in range(cfg.num_value_tables)}
+    weights = {"start": 0.0}
     # At first half of the backout is subtracted: that stream was for the layers after it, not for the head
     # (PR 140).
-    before = {"start": 0.0, "backout": -0.5, "mudd": 0.0, "skip": 0.0}
-    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
+    weights["backout"] = -0.5
+    weights["mudd"] = 0.0
+    weights["skip"] = 0.0
+    for i in range(cfg.num_value_tables):
+        weights[f"value {i}"] = 0.0
+    weights["mudd mlp"] = 0.0
+    weights["normed backout"] = 0.0
+    return weights
 
 
 def small_mlp_biases(cfg: Config) -> dict[str, list[list[float]]]:
@@ -981,12 +994,12 @@ def param_inits(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
         "mudd_gate_w1": ((2, gate_mlp_dim, d), uniform(0.577, d)),
         "mudd_gate_w2": ((2, num_gates, gate_mlp_dim), zeros),
         "mudd_gate_b2": ((2, num_gates), given_rows(biases["mudd_gate"])),
-        "mudd_gate_scale": ((min(1, num_gates),), constant(GATE_SCALE)),
+        "mudd_gate_scale": ((int(num_gates > 0),), constant(GATE_SCALE)),
         "post_lambdas": ((L, len(LAYER_SCALARS["post_lambdas"])), given_rows(by_layer["post_lambdas"])),
         "resid_lambdas": ((L, len(LAYER_SCALARS["resid_lambdas"])), given_rows(by_layer["resid_lambdas"])),
         "pointer_bank": ((2, cfg.pointer_dim, d), uniform(1.0, d)),
-        "pointer_gain": ((min(1, cfg.pointer_dim),), constant(1.0)),
-        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),
+        "pointer_gain": ((int(cfg.pointer_dim > 0),), constant(1.0)),
+        "pointer_sink": ((cfg.pointer_dim,), normal(max(1, cfg.pointer_dim) ** -0.5)),  # max: it may be 0
         "lm_head": ((d, V), normal(0.005)),
         "bigram_embed": ((bigram_rows, d), zeros),
         "value_embeds": ((V, cfg.num_value_tables, d), normal(0.01)),
@@ -1038,7 +1051,8 @@ class StepPlan(NamedTuple):
     momentum: float  # ANVIL's momentum, in Nesterov's rule
     fast_beta: float  # decay of ANVIL's fast running average of gradients
     fast_weight: float  # that average's weight in the momentum; the slow average has the rest
-    # Attention windows in tokens, by name. Rotary tables follow Stage.windows instead.
+    # Attention windows in tokens, by name: those of Stage.windows. GPT.use_rotary() reads Stage.windows
+    # itself, so a change made only here would not reach the rotary tables.
     windows: dict[str, int]
     batch_tokens: int
     max_doc_len: int
@@ -1325,39 +1339,6 @@ def seeded(name: str, seed: int) -> torch.Generator:
 map_tensors = partial(tree_map_only, Tensor)  # arguments: a function, a nest of dicts and tuples
 
 
-def pack(nest):
-    """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
-
-    If the process uses a GPU, the buffer is page-locked. torch reuses such memory once no tensor holds it and
-    pending copies from it are finished.
-    """
-    sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
-    parts = iter(buffer.split(sizes))  # in the order in which tree_leaves and map_tensors visit the tensors
-
-    def copied(t: Tensor) -> Tensor:
-        part = next(parts)[: t.nbytes]
-        return part.view(t.dtype).view(t.shape).copy_(t)
-
-    return map_tensors(copied, nest)
-
-
-def move(packed, device: torch.device, allocate: Callable = torch.empty):
-    """Returns a nest from pack() on `device`. One copy, asynchronous to a GPU, moves its buffer into one that
-    `allocate` returns. Each tensor then lies in the new buffer where it lay in the old one.
-    """
-    tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
-    if not tensors:
-        return packed
-    host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
-    buffer = allocate(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
-
-    def moved(t: Tensor) -> Tensor:
-        return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
-
-    return map_tensors(moved, packed)
-
-
 @cache
 def device_scalar(value: float, device: torch.device) -> Tensor:
     """Returns a 0-d fp32 tensor, made once: on a GPU, each takes a launch."""
@@ -1383,12 +1364,17 @@ def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
 #                 are rows of NgramTable.cache.
 
 
+# Where a rank's loader stands: the shard's number, counting on in later epochs; the document; and, for each
+# of the rank's micro-batches, the offset of its sampled columns.
+Position = tuple[int, ...]
+
+
 class Batch(NamedTuple):
     """Holds what one step trains on. The Prefetcher's thread builds it, and train_step() reads it."""
 
     plan: StepPlan
     micro_batches: list[MicroBatch]  # each packed in one host buffer, its segments in another
-    position: tuple[int, ...]  # TrainLoader.position() after this batch; a resumed run starts there
+    position: Position  # after this batch; a resumed run starts there
     # The routes of the tables that this step updates, by table name, packed in one buffer. The first batch
     # after an update of the n-grams also has those of "ngrams", for all rows read up to the next update.
     routes: dict[str, RowRoutes]
@@ -1401,32 +1387,33 @@ class MicroBatch(NamedTuple):
 
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    # (K, T) int32: each token's K rows of bigram_embed (K = 1), or of the n-gram table
+    # (R, T) int32: each token's R rows of bigram_embed (R = 1), or of the n-gram table
     hashed_rows: Tensor
-    sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply hashed_rows
+    sign_ids: Tensor | None  # (R, T) int32: rows of the signs that multiply hashed_rows
     # (n,) int32: 0, then the ends of the documents, or of the pieces that attention splits them into. The
     # last end, T, is repeated up to cu_seqlens_capacity() entries, so that the shape seldom changes.
     cu_seqlens: Tensor
     max_seqlen: int  # no document or piece is longer
     # In training:
-    slots: Tensor | None = None  # (K, T) int32: slots of the n-grams' hashed_rows in NgramTable.cache
+    slots: Tensor | None = None  # (R, T) int32: slots of the n-grams' hashed_rows in NgramTable.cache
     # By ParamSpec.rows_by: "inputs" or "hashed_rows". Ids are row ids or, for n-grams, slots. Segments are
     # packed apart from the rest, because their sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: columns of the head; None: all
-    # (losses,), acc_dtype: this micro-batch's share of StepPlan.loss_weights
+    # (K,), acc_dtype: this micro-batch's share of StepPlan.loss_weights
     loss_weights: Tensor | None = None
 
 
 class Segments(NamedTuple):
-    """Holds the distinct ids of a list (T,) or (K, T), and each id's positions in 0 .. T - 1, as a sparse
+    """Holds the distinct ids of a list (T,) or (R, T), and each id's positions in 0 .. T - 1, as a sparse
     matrix in CSR form.
     """
 
     # (n,) int32, ascending: a micro-batch's row ids, or the local row ids of RowRoutes. assign_slots()
     # replaces the row ids of n-grams by slots, which are unordered.
     ids: Tensor
-    # (T,) or (K * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    # (T,) or (R * T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's
+    # order. In (R, T) each position occurs R times.
     perm: Tensor
     offsets: Tensor  # (n + 1,) int32
     sign_ids: Tensor | None = None  # int32, like perm: rows of signs, in perm's order
@@ -1470,6 +1457,8 @@ def train_step(
 
     losses = []
     for micro_batch in batch.micro_batches:
+        # Segments have a buffer of their own, because their sizes vary. The rest keeps its addresses, for
+        # CUDA graphs.
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.micro_batch_buffer)
         loss, looked_up_grads = model.graphs.run(
@@ -1482,14 +1471,15 @@ def train_step(
             with_prefix=plan.prefix > 0,
             fp8_operands=fp8_operands,
         )
+        optimizer.add_looked_up_grads(looked_up_grads, segments, model.signs)
         for param in optimizer.params.values():
             param.end_backward()  # the next micro-batch's gradients are added
-        optimizer.add_looked_up_grads(looked_up_grads, segments, model.signs)
         # The logged loss is a mean over tokens, gradients are of the sum over tokens. Both are means over
         # micro-batches: loss_weights have the factor loss_share().
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if model.fp8_state:
+        # Under way while parameters are updated.
         pending_amax = optimizer.comm.all_reduce(model.fp8_state.amax, dist.ReduceOp.MAX)
     optimizer.step(plan, next_batch)
     if model.fp8_state:
@@ -1515,7 +1505,8 @@ def forward_backward(
     looked_up = model.look_up(micro_batch, training=True)
     x = model.forward(looked_up, micro_batch, windows, optimizer.banks(), fp8_operands)  # (T, d)
     prefixes = model.longest_prefix if with_prefix else None
-    targets = loss_targets(micro_batch.targets, len(micro_batch.loss_weights) - with_prefix, prefixes)
+    num_next_tokens = len(micro_batch.loss_weights) - int(with_prefix)
+    targets = loss_targets(micro_batch.targets, num_next_tokens, prefixes)
     pointer_out = model.run_pointer(x, micro_batch, model.cfg.pointer_window)
 
     # The head, forward and backward.
@@ -1523,7 +1514,7 @@ def forward_backward(
         x,
         targets,
         micro_batch.loss_weights,
-        optimizer.params["lm_head"],
+        optimizer.lm_head(),
         sampled_columns=micro_batch.sampled_columns,
         pointer_out=pointer_out,
     )
@@ -1582,7 +1573,7 @@ class Progress(NamedTuple):
 
     step: int = 0
     train_ms: float = 0.0
-    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after `step` steps
+    position: Position = (0, 0)  # after `step` steps
 
 
 class Result(NamedTuple):
@@ -1637,10 +1628,10 @@ def train(
         if profiler:
             profiler.step()
         ms = clock.ms()
-        loss_step, loss = losses.latest
+        logged_step, logged_loss = losses.latest
         loss_text = ""
-        if loss_step:  # on a GPU the newest loss is some steps old
-            loss_text = f" train_loss:{loss:.4f}@{loss_step}"
+        if logged_step:  # on a GPU the newest loss is some steps old
+            loss_text = f" train_loss:{logged_loss:.4f}@{logged_step}"
         times = f"train_time:{ms:.0f}ms step_avg:{ms / done:.2f}ms"
         log.print0(f"step:{done}/{cfg.steps} {times}{loss_text}", console=False)
         bar.set_postfix_str(loss_text, refresh=False)
@@ -1972,9 +1963,10 @@ class GPT(nn.Module):
         value_embeds: Sequence[Tensor] = ()  # (T, d) each
         if "value_embeds" in looked_up:
             value_embeds = looked_up["value_embeds"].unbind(1)
-        sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
-        smear, skip = self.scalars[-len(MODEL_SCALARS) :].unbind()  # in the order of MODEL_SCALARS
-        x0 = norm(smear_tokens(embed, self.smear_gate, smear))
+        cu_seqlens, max_seqlen = sequence
+        sequences = {"plain": sequence, "paired": (2 * cu_seqlens, 2 * max_seqlen)}  # two rows per token
+        smear_scalar, skip_scalar = self.scalars[-len(MODEL_SCALARS) :].unbind()  # in MODEL_SCALARS' order
+        x0 = norm(smear_tokens(embed, self.smear_gate, smear_scalar))
         gates = self.compute_gates(UP_TO_SKIP, x0)
         x = x0
         if cfg.layers[0].ngram:
@@ -1988,7 +1980,9 @@ class GPT(nn.Module):
         weights = self.layer_weights(banks, value_embeds, fp8_operands, T)
         for i, (layer, w) in enumerate(zip(cfg.layers, weights)):
             if i == cfg.skip_to:
-                x = weighted_sum([(None, x), (torch.sigmoid(skip) * gates["skip", i], streams["skip"])])
+                skip_weight = torch.sigmoid(skip_scalar) * gates["skip", i]
+                x = weighted_sum([(None, x), (skip_weight, streams["skip"])])
+            # Attention, x0 and n-grams: the first line of the formula at LAYER_SCALARS.
             added: list[Term] = []  # terms added to the stream before the MLPs
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else streams["normed backout"]
@@ -2007,8 +2001,9 @@ class GPT(nn.Module):
                 added.append((gates["ngram", i], ngram))
             if added:
                 x = weighted_sum([(w.scalars["resid_attention"], x), *added])
+            # MLPs: the second line.
             mlp_outputs: list[Term] = []
-            if layer.mlps or layer.mudd:
+            if layer.mlps or layer.mudd:  # with MUDD the head reads "mudd mlp" even if there is no MLP
                 mlp_input = norm(x)
                 mlp_outputs = self.mlp_branch(mlp_input, w)
             if layer.mudd:
@@ -2268,18 +2263,18 @@ class GPT(nn.Module):
         for i in range(0, len(x), chunk_size):
             chunk = slice(i, i + chunk_size)
             if fp8:
-                logits = fp8_matmul(x8[chunk], w8_T.T, (x_scale, w_scale), x8.dtype, fast=True)
+                scales = x_scale, w_scale
+                logits = fp8_matmul(x8[chunk], w8_T.T, scales, torch.float8_e4m3fn, fast=True)
             else:
                 logits = x[chunk] @ w
             chunk_pointer = None if pointer_out is None else pointer_out.chunk(chunk)
-            results = self.backend.softcap_loss(
+            chunk_losses, dlogits, *transposed = self.backend.softcap_loss(
                 logits, targets[chunk], loss_weights, fp8_scale, chunk_pointer, self.cfg.softcap
             )
+            losses.append(chunk_losses)
             del logits  # before the next chunk's are computed
-            losses.append(results[0])
-            dlogits = results[1]
             if fp8:
-                dlogits_T = results[2]
+                (dlogits_T,) = transposed
                 fp8_matmul(dlogits, w8.T, (dlogits_scale, w_scale), dx.dtype, out=dx[chunk])
                 head.add_product(x8_T[:, chunk].T, dlogits_T.T, (x_scale, dlogits_scale), sampled_columns)
             else:
@@ -2449,7 +2444,7 @@ class Bank(NamedTuple):
         parts = self.w.flatten(0, 1).split(rows)
         whole = self.main_grad
         main_grads = len(parts) * [None] if whole is None else whole.flatten(0, 1).split(rows)
-        return map(partial(BankMatrix, accumulate=self.accumulate), parts, main_grads)
+        return (BankMatrix(w, grad, self.accumulate) for w, grad in zip(parts, main_grads))
 
 
 class BankMatrix(NamedTuple):
@@ -2496,12 +2491,14 @@ def linear(x: Tensor, matrix: BankMatrix, transposed: bool = False) -> Tensor:
 
 
 # ============================================================================================================
-# 9  Layers. Sections 9 to 13 give for each operation its formula, its form in plain torch and, if there is
-#    one, its Triton kernel with the function that launches it, which takes the plain form's arguments. The
-#    Backend (section 14) chooses between the two. norm, weighted_sum and rotate have no kernels: each has two
-#    forms in plain torch, and chooses one itself.
+# 9  Layers: norm, sums of streams, rotary embedding, attention
 # ============================================================================================================
 
+
+# Sections 9 to 13 give for each operation its formula, its form in plain torch and, if there is one, its
+# Triton kernel with the function that launches it, which takes the plain form's arguments. The Backend
+# (section 14) chooses between the two. norm, weighted_sum and rotate have no kernels: each has two forms in
+# plain torch, and chooses one itself.
 
 # ---- RMSNorm, sums of streams, rotary embedding ------------------------------------------------------------
 
@@ -2525,9 +2522,9 @@ def norm(x: Tensor) -> Tensor:
 
     The mean is taken in at least fp32.
     """
-    if not use_eager_form(x):  # Norm computes the same: edit both
-        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
-    return Norm.apply(x)
+    if use_eager_form(x):  # both forms compute the same: edit both
+        return Norm.apply(x)
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
 class Norm(torch.autograd.Function):
@@ -2555,12 +2552,12 @@ def weighted_sum(terms: Sequence[Term]) -> Tensor:
     groups of channels (T, groups, d / groups), with scales that broadcast to them. With learned scales
     of the stream, of its own output, of x0 and of the n-grams, a layer can use the input again (record 9).
     """
-    if not use_eager_form(terms[0][1]):
-        # Sum term by term, but with WeightedSum's backward: autograd's would store another copy of dy, in the
-        # scale's dtype.
-        scaled = [x if scale is None else WeightedSum.apply(scale, x) for scale, x in terms]
-        return sum(scaled[1:], scaled[0])  # sum(scaled) would add 0 first
-    return WeightedSum.apply(*chain(*terms))
+    if use_eager_form(terms[0][1]):
+        return WeightedSum.apply(*chain(*terms))
+    # Sum term by term, but with WeightedSum's backward: autograd's would store another copy of dy, in the
+    # scale's dtype.
+    scaled = [x if scale is None else WeightedSum.apply(scale, x) for scale, x in terms]
+    return sum(scaled[1:], scaled[0])  # sum(scaled) would add 0 first
 
 
 class WeightedSum(torch.autograd.Function):
@@ -2662,9 +2659,10 @@ def pair_heads(qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     qk (T, 2, H, Dq), v (T, H, Dv); cos and sin cover 2T positions or more.
 
     Two heads share one sequence of twice the length. So each query sees both heads' keys and values: more to
-    attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of H/2 heads. Head h rotates
-    as time 2t + h mod 2, and attends as row 2t + h // (H/2). For H = 4, heads 0 1 2 3 rotate as 2t + 0 1 0 1
-    and attend as rows 2t + 0 0 1 1, as in the record.
+    attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of H/2 heads: heads j and
+    j + H/2 share sequence j, where token t has rows 2t and 2t + 1, in this order. But head h is rotated to
+    position 2t + h mod 2. So with H = 6, as in the record, rows and positions agree in sequences 0 and 2, and
+    are exchanged in sequence 1.
     """
     T, heads, _ = v.shape
     cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
@@ -2781,8 +2779,9 @@ def tile_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> 
     tile = QUERY_TILE
     positions = torch.arange(padded(T, tile), device=cu_seqlens.device)
     before = padded(window, tile)
-    first = first_seen(cu_seqlens, len(positions), window).view(-1, tile, 1)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, tile, 1)  # (tiles, tile, 1)
     keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + tile, tile).unsqueeze(1)
+    # keys (tiles, 1, before + tile)
     seen = (first <= keys) & (keys <= positions.view(-1, tile, 1))
     return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
 
@@ -3015,7 +3014,7 @@ class MLP(torch.autograd.Function):
         h8, h8_T = backend.cast_and_transpose(h, scale("h"), torch.float8_e4m3fn)
         square8, square8_T = backend.relu_square_fp8(h8, fp8_operands)
         ctx.save_for_backward(h8_T, square8, square8_T)
-        proj8_T = fp8_operands.weights_T[1]
+        proj8_T = fp8_operands.weights_T[PROJ]
         return fp8_matmul(square8, proj8_T.T, (scale("square"), scale("proj")), h.dtype, fast=True)
 
     @staticmethod
@@ -3033,7 +3032,7 @@ class MLP(torch.autograd.Function):
         scale = fp8_operands.scale
         dy8, dy8_T = backend.cast_and_transpose(dy, scale("dy"), torch.float8_e5m2)
         da8, da8_T = backend.relu_square_fp8(dy8, fp8_operands, square8)
-        fc8_T = fp8_operands.weights_T[0]
+        fc8_T = fp8_operands.weights_T[FC]
         dh = fp8_matmul(da8, fc8_T.T, (scale("da"), scale("fc")), dy.dtype)
         dfc = fc.deliver_grad(da8_T.T, h8_T.T, (scale("da"), scale("h")))
         dproj = proj.deliver_grad(square8_T.T, dy8_T.T, (scale("square"), scale("dy")))
@@ -3085,19 +3084,21 @@ FP8_EXACT_STEPS = 17  # at first proj, from 0, grows by more than the factor FP8
 FP8_MIN_AMAX = 1e-12  # weights' maxima are raised to this; below it square and da keep their scale
 
 
+# The matrices of an MLP. relu_square_fp8 multiplies by fc in the forward, and by proj in the backward.
+FC, PROJ = 0, 1
 # Where FP8Operands.scales holds the scale of each tensor. Rows: the input, the weight and the result of
-# relu_square_fp8. Columns: its forward, with fc, and its backward, with proj.
+# relu_square_fp8. Columns: its product with fc, and that with proj.
 INPUT, WEIGHT, RESULT = 0, 1, 2
-FORWARD, BACKWARD = 0, 1
 FP8_SCALE_PLACES = {
-    "h": (INPUT, FORWARD),
-    "dy": (INPUT, BACKWARD),
-    "fc": (WEIGHT, FORWARD),
-    "proj": (WEIGHT, BACKWARD),
-    "square": (RESULT, FORWARD),
-    "da": (RESULT, BACKWARD),
+    "h": (INPUT, FC),
+    "dy": (INPUT, PROJ),
+    "fc": (WEIGHT, FC),
+    "proj": (WEIGHT, PROJ),
+    "square": (RESULT, FC),
+    "da": (RESULT, PROJ),
 }
-# For kernels: where the rows WEIGHT and RESULT begin in FP8Operands.scales, in units of SCALE_STEP.
+# For kernels: where the rows WEIGHT and RESULT begin in FP8Operands.scales, in units of SCALE_STEP. A row has
+# two scales.
 WEIGHT_ROW_AT = tl.constexpr(2 * WEIGHT)
 RESULT_ROW_AT = tl.constexpr(2 * RESULT)
 
@@ -3126,7 +3127,7 @@ class FP8Operands(NamedTuple):
             yield FP8Operands(weights, weights_T, scales, self.amax, i)
 
     def amax_index(self, column: int) -> int:
-        """Returns where in amax, flattened, this MLP's maximum of square (FORWARD) or |da| (BACKWARD) is."""
+        """Returns where in amax, flattened, this MLP's maximum of square (FC) or |da| (PROJ) is."""
         return 2 * self.i + column
 
     def scale(self, name: str) -> Tensor:
@@ -3188,7 +3189,7 @@ class FP8State:
         times a margin.
         """
         if exact:
-            self.weight_amax.zero_()
+            self.weight_amax.zero_()  # so convert_mlp_bank() takes this step's maxima
         convert_mlp_bank(self.weights, bank[: 2 * len(self.amax)], self.scales, self.weight_amax)
         weights, weights_T = self.weights
         return FP8Operands(weights, weights_T, self.scales, self.amax.zero_())
@@ -3213,13 +3214,13 @@ def relu_square_fp8(
     in e5m2. Either is (T, F), with its transpose (F, T), and is first rounded to bf16. operands.amax keeps
     the larger of its entry and the result's maximum.
     """
-    column = FORWARD if square8 is None else BACKWARD
+    column = FC if square8 is None else PROJ
     x_scale, w_scale, out_scale = operands.scales[:, column]
     product = x8.float() @ operands.weights[column].float().T * (x_scale * w_scale)
     if square8 is None:
         result = product.bfloat16().relu_().square()
     else:
-        square = square8.float() * operands.scales[RESULT, FORWARD]
+        square = square8.float() * operands.scales[RESULT, FC]
         result = (product * square.sqrt_().mul_(2)).bfloat16()
     amax = operands.amax.view(-1)[operands.amax_index(column)]
     amax.copy_(torch.maximum(amax, result.abs().max()))
@@ -3288,15 +3289,15 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        a_scale = scales if square is None else scales + SCALE_STEP
-        product *= tl.load(a_scale) * tl.load(a_scale + WEIGHT_ROW_AT * SCALE_STEP)
+        column_scales = scales if square is None else scales + SCALE_STEP  # of a, b and out
+        product *= tl.load(column_scales) * tl.load(column_scales + WEIGHT_ROW_AT * SCALE_STEP)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(scales + RESULT_ROW_AT * SCALE_STEP)  # the forward's result
+            squares *= tl.load(scales + RESULT_ROW_AT * SCALE_STEP)  # the scale of the forward's out
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -3304,7 +3305,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        codes = result * (1 / tl.load(a_scale + RESULT_ROW_AT * SCALE_STEP))
+        codes = result * (1 / tl.load(column_scales + RESULT_ROW_AT * SCALE_STEP))
         store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
@@ -3324,7 +3325,7 @@ def launch_relu_square(
     out: Tensor,
     out_T: Tensor | None = None,
     operands: FP8Operands | None = None,
-    column: int = FORWARD,
+    column: int = FC,
 ) -> None:
     """Launches relu_square_kernel, in FP8 if `operands` are given."""
     M, K = a.shape
@@ -3375,7 +3376,7 @@ def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 def triton_relu_square_fp8(
     x8: Tensor, operands: FP8Operands, square8: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    column = FORWARD if square8 is None else BACKWARD
+    column = FC if square8 is None else PROJ
     w8 = operands.weights[column]
     out = x8.new_empty(len(x8), len(w8))
     out_T = x8.new_empty(len(w8), len(x8))
@@ -3385,6 +3386,15 @@ def triton_relu_square_fp8(
 
 # ============================================================================================================
 # 12  Loss. The softcapped cross-entropy, also of a mixture with the copy pointer; the pointer.
+#
+# With the copy pointer a token's probability is a mixture:
+#
+#     p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy
+#
+#   p_vocab  the head's probability: the softmax among all columns but the copy gate's
+#   gate     the softmax of the copy gate's column among all columns
+#   p_copy   the pointer's probability: its weight on earlier positions that hold the token
+#   p_sink   the pointer's weight on no position, which goes to the head
 #
 # In training, softcap_loss and its kernel compute the loss and its gradient. In validation, next_token_losses
 # computes only the loss. For samples, all_mixed_probs computes the mixture's probabilities. To change the
@@ -3419,12 +3429,11 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 
 
 def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
-    """Mixes the head's probabilities p_vocab with the pointer's. Returns p, the head's part of p, and
-    dp/dz_gate. Also called by the kernel.
+    """Returns the mixture p, the head's part of p, and dp/dz_gate. Also called by the kernel.
 
     not_gate is 1 - gate, computed directly: the difference loses all digits when the gate is near 1.
     """
-    p_head = p_vocab * (not_gate + gate * p_sink)
+    p_head = p_vocab * (not_gate + gate * p_sink)  # (1 - gate (1 - p_sink)) p_vocab
     gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
     return p_head + gate * p_copy, p_head, gate_slope
 
@@ -3434,15 +3443,15 @@ def mix_with_pointer_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
 
     dp_copy, dp_sink: with respect to p_copy and p_sink.
     dz_gate_mixture: with respect to z in the gate's column.
-    dz_at_first, softmax_weight: with respect to z in any other column. There it is softmax_weight times the
-    softmax without the gate's column, less dz_at_first if the column is the target's.
+    dz_at_first, weight_without_gate: with respect to z in any other column. There it is weight_without_gate
+    times the softmax without the gate's column, less dz_at_first if the column is the target's.
     """
     dp_copy = -weight_over_p * gate
     dp_sink = dp_copy * p_vocab
     dz_gate_mixture = -weight_over_p * gate_slope
     dz_at_first = weight_over_p * p_head
-    softmax_weight = weight_over_p * (p_head + gate_slope)
-    return dp_copy, dp_sink, dz_gate_mixture, dz_at_first, softmax_weight
+    weight_without_gate = weight_over_p * (p_head + gate_slope)
+    return dp_copy, dp_sink, dz_gate_mixture, dz_at_first, weight_without_gate
 
 
 def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
@@ -3530,11 +3539,9 @@ def mixture_losses(
     the targets; and dz_gate (n, 1), the gradient in the gate's column. Sets exp_z to 0 in the gate's column,
     and writes pointer_out.dprobs.
 
-    The first target's loss is -weight log p, where p is a mixture. p_vocab is the target's softmax among all
-    columns but the gate's, `gate` is the softmax of the gate's column among all, and p_copy and p_sink come
-    from the pointer (below).
+    The first target's loss is -weight log(p + PROB_FLOOR), where p is the mixture:
 
-        p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
+        p = p_head + gate p_copy,  p_head = (1 - gate (1 - p_sink)) p_vocab
         dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
         dp/dz_j = p_head [j = target] - (p_head + gate_slope) (softmax without the gate)_j
 
@@ -3556,13 +3563,14 @@ def mixture_losses(
     first_weight = target_weights[:, :1]
     other_weights = target_weights.sum(dim=-1, keepdim=True) - first_weight
     losses[:, :1] = -first_weight * p.log()
-    dp_copy, dp_sink, dz_gate_mixture, dz_at_first, softmax_weight = mix_with_pointer_grad(
+    dp_copy, dp_sink, dz_gate_mixture, dz_at_first, weight_without_gate = mix_with_pointer_grad(
         first_weight / p, p_vocab, gate, p_head, gate_slope
     )
     pointer_out.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
-    dz_per_exp_z = softmax_weight / sum_vocab + other_weights / sum_exp
+    dz_per_exp_z = weight_without_gate / sum_vocab + other_weights / sum_exp
     dz_at_targets = torch.cat([dz_at_first, target_weights[:, 1:]], 1)
-    return losses, dz_per_exp_z, dz_at_targets, other_weights * gate + dz_gate_mixture
+    dz_gate = other_weights * gate + dz_gate_mixture
+    return losses, dz_per_exp_z, dz_at_targets, dz_gate
 
 
 mix_with_pointer_in_kernel = jit(mix_with_pointer)
@@ -3605,7 +3613,7 @@ def softcap_loss_kernel(
     """Computes the losses and the gradient of ROWS rows, with softcap_loss's names and shapes.
 
     grad_T (V, n) or None; pointer_probs and pointer_dprobs (2, n), rows pointer_stride apart, or None.
-    all_weight is dz_per_exp_z times the sum of exp(z). dz_at_first is the first column of dz_at_targets.
+    weight_with_gate is dz_per_exp_z times the sum of exp(z). dz_at_first is the first of dz_at_targets.
     grad_mul times s (1 - s) is dz/dlogits, divided by fp8_scale if there is one.
     z lies in 0 .. SCALE, so exponentials need no maximum subtracted. Tile rows beyond the last row repeat it
     and write the same numbers.
@@ -3634,7 +3642,7 @@ def softcap_loss_kernel(
 
     loss = 0.0
     other_weights = 0.0  # sum of the weights of targets not mixed with the pointer
-    all_weight = 0.0  # factor of the softmax among all columns, in every column but the gate's
+    weight_with_gate = 0.0  # factor of the softmax among all columns, in every column but the gate's
     for k in tl.static_range(K):
         target = tl.load(targets + k)
         z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
@@ -3651,22 +3659,25 @@ def softcap_loss_kernel(
             p, p_head, gate_slope = mix_with_pointer_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
             p += FLOOR
             loss -= weight * tl.log(p)
-            dp_copy, dp_sink, dz_gate_mixture, dz_at_first, softmax_weight = mix_with_pointer_grad_in_kernel(
-                weight / p, p_vocab, gate, p_head, gate_slope
+            dp_copy, dp_sink, dz_gate_mixture, dz_at_first, weight_without_gate = (
+                mix_with_pointer_grad_in_kernel(weight / p, p_vocab, gate, p_head, gate_slope)
             )
             tl.store(pointer_dprobs + rows, dp_copy)
             tl.store(pointer_dprobs + pointer_stride + rows, dp_sink)
-            all_weight = softmax_weight / not_gate  # the softmax without the gate is softmax / not_gate
+            weight_with_gate = (
+                weight_without_gate / not_gate
+            )  # the softmax without the gate is softmax / not_gate
     tl.store(losses + rows, loss)
 
-    all_weight += other_weights
+    weight_with_gate += other_weights
     for start in range(0, V, BLOCK):
         cols = start + offs
         s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
         softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
-        dz = all_weight * softmax
+        dz = weight_with_gate * softmax
         for k in tl.static_range(K):
             target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else dz_at_first
+            # A missing target, -1, is no column.
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
         if pointer_probs is not None:
             dz = tl.where(cols == gate_col, dz_gate_mixture + other_weights * softmax, dz)
@@ -3738,13 +3749,8 @@ def next_token_losses(
     pointer_out: PointerOutput | None = None,
     cap: Softcap = SOFTCAP,
 ) -> Tensor:
-    """Returns the losses -log p (n,) of targets (n,), in at least fp32. Without pointer_out
-
-        p = p_vocab, the softmax of the logits (n, V) after the softcap;
-
-    with it, softcap_loss's mixture, where p_vocab is the softmax without the gate's column:
-
-        p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
+    """Returns the losses -log p (n,) of targets (n,), in at least fp32, for logits (n, V). Without
+    pointer_out p is the softmax after the softcap; with it, the mixture plus PROB_FLOOR.
     """
     z = softcapped(logits, cap)
     if pointer_out is None:
@@ -3941,7 +3947,7 @@ def pointer_grad_kernel(
     b_ids,
     lse,
     mean,
-    copy_grad,
+    dp_copy,
     grad,
     T,
     KEYS: tl.constexpr,
@@ -3970,7 +3976,7 @@ def pointer_grad_kernel(
         holds_target = a_id[:, None] == tl.load(b_ids + cols)
         scores = pointer_scores(a_tile, b_tile, seen, DIM)
         query_ids = cols[None, :] if KEYS else rows[:, None]
-        dscores = tl.where(holds_target, tl.load(copy_grad + query_ids), 0.0) - tl.load(mean + query_ids)
+        dscores = tl.where(holds_target, tl.load(dp_copy + query_ids), 0.0) - tl.load(mean + query_ids)
         dscores *= tl.exp(scores - tl.load(lse + query_ids))
         total = tl.dot(dscores.to(b_tile.dtype), b_tile, total, input_precision="ieee")
     tl.store(grad + a_offs, total * DIM**-0.5)
@@ -4020,8 +4026,8 @@ def triton_pointer_grad(
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     per_query = lse, mean, dprobs[0]
     kernel = pointer_grad_kernel[(triton.cdiv(T, POINTER_TILES["BLOCK"]),)]
-    kernel(q, k, first, targets, tokens, *per_query, dq, T, False, dim, **POINTER_TILES)
-    kernel(k, q, end, tokens, targets, *per_query, dk, T, True, dim, **POINTER_TILES)
+    kernel(q, k, first, targets, tokens, *per_query, dq, T, KEYS=False, DIM=dim, **POINTER_TILES)
+    kernel(k, q, end, tokens, targets, *per_query, dk, T, KEYS=True, DIM=dim, **POINTER_TILES)
     return PointerInputs(dq, dk, probs[1] * (dprobs[1] - mean))
 
 
@@ -4035,21 +4041,21 @@ def triton_pointer_grad(
 def gather_rows(
     out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
 ) -> None:
-    """Writes to out[i] the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
+    """Writes to out[i] the sum over r of table[ids[r, i]], times signs[sign_ids[r, i]] if these are given.
 
-    table (N, w); ids and sign_ids (K, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
-    k, in at least fp32, and rounded once.
+    table (N, w); ids and sign_ids (R, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
+    r, in at least fp32, and rounded once. Without signs this is torch's embedding_bag with mode="sum".
     """
 
-    def term(k: int) -> Tensor:  # (n, w)
-        rows = upcast(table[ids[k]])
+    def term(r: int) -> Tensor:  # (n, w)
+        rows = upcast(table[ids[r]])
         if sign_ids is None:
             return rows
-        return rows * signs[sign_ids[k]]
+        return rows * signs[sign_ids[r]]
 
     total = term(0)
-    for k in range(1, len(ids)):
-        total = total + term(k)
+    for r in range(1, len(ids)):
+        total = total + term(r)
     out.copy_(total)
 
 
@@ -4355,8 +4361,9 @@ class Collectives:
 #                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
 #    backward       LMHead.add_product, BankMatrix's            Optimizer.add_looked_up_grads
-#                   deliver_grad, autograd for small ones; then
-#                   end_backward; then add_looked_up_grads of embeddings
+#                   deliver_grad, autograd for small ones,
+#                   Optimizer.add_looked_up_grads for embeddings;
+#                   then end_backward
 #    scatter        scatter: the mean over ranks begins         scatter
 #    update         update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: rows for the next steps
@@ -4381,8 +4388,7 @@ class Optimizer:
         self.cfg = cfg
         self.comm = comm
         self.backend = backend or TORCH_BACKEND
-        # ShardedParam, by name; Any, because subclasses have methods of their own
-        self.params: dict[str, typing.Any] = {}
+        self.params: dict[str, ShardedParam] = {}
         groups = defaultdict(list)
         for spec in used_specs(cfg):
             if spec.kind == "small":
@@ -4397,9 +4403,10 @@ class Optimizer:
             parts = [tensors[spec.name] for spec in group]
             self.params[f"small_{i}"] = SmallParams(f"small_{i}", group, parts, cfg, comm)
         self.ngrams = make_ngram_table(cfg, comm, self.backend)
-        self.trainables: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
+        self.trainables: dict[str, ShardedParam | NgramTable] = {}  # in the order of exchange
         if self.ngrams:
-            self.trainables = {"ngrams": self.ngrams} | self.trainables
+            self.trainables["ngrams"] = self.ngrams
+        self.trainables.update(self.params)
         self.batch: Batch | None = None  # the batch that ensure_batch() got last
         self.routes: dict[str, RowRoutes] = {}  # that batch's routes, on the device
         self.last_plan: StepPlan | None = None  # last step's plan; its averages tick in the next step()
@@ -4423,7 +4430,8 @@ class Optimizer:
     ) -> None:
         """Adds to tables' main_grads the gradients (T, ...) of what a micro-batch's positions have looked up.
 
-        signs: the model's signs, by which rows of bigrams and n-grams were multiplied.
+        signs: the model's signs, by which rows of bigrams and n-grams were multiplied. Segments of other
+        tables have no sign_ids, so these tables ignore them.
         """
         for name, grads in looked_up_grads.items():
             table = self.trainables[name]
@@ -4431,7 +4439,14 @@ class Optimizer:
 
     def banks(self) -> dict[str, Bank]:
         """Returns the banks by name, for matrix products."""
-        return {name: param.bank() for name, param in self.params.items() if param.spec.kind == "bank"}
+        banks = {}
+        for name, param in self.params.items():
+            if isinstance(param, DenseParam) and param.spec.kind == "bank":
+                banks[name] = param.bank()
+        return banks
+
+    def lm_head(self) -> LMHead:
+        return typing.cast(LMHead, self.params["lm_head"])
 
     def accumulate_flags(self) -> tuple[bool, ...]:
         """Returns whether the next gradients of banks and lm_head are added to main_grad, or overwrite it.
@@ -4450,13 +4465,15 @@ class Optimizer:
         for this rank's blocks.
         """
         assert not any(trainable.in_flight for trainable in self.trainables.values())
-        head, embed = self.params.get("lm_head"), self.params.get("embed")
+        head = typing.cast(LMHead, self.params.get("lm_head"))
+        embed = typing.cast(EmbeddingParam, self.params.get("embed"))
         # Set now, because ensure_batch() below replaces self.routes by the next batch's.
         for param in self.params.values():
             param.routes = self.routes.get(param.name)
         due = [trainable for trainable in self.trainables.values() if trainable.is_due(plan)]
 
-        # Scatter. While embed is tied, its gradient is a part of lm_head's.
+        # Scatter. While embed is tied, it is neither updated nor cleared: add_grad_of() moves its gradient to
+        # lm_head's.
         if plan.tied:
             due = [trainable for trainable in due if trainable is not embed]
             if head in due:
@@ -4475,7 +4492,7 @@ class Optimizer:
                 with traced(f"update {trainable.name}"):
                     trainable.update(grad, plan)
                 trainable.clear()
-                if trainable is self.ngrams:
+                if isinstance(trainable, NgramTable):
                     # The cache is free: fetch the next rows while parameters are updated.
                     self.ensure_batch(next_batch())
                 else:
@@ -4556,6 +4573,7 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     optimizer.drop_grads()
     if "ngrams" in state:
         live["ngrams"] = optimizer.ngrams.state_dict()
+    # Both nests come from live_state(), so their leaves are in one order.
     for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live}), strict=True):
         t.copy_(saved)
     optimizer.gather_all()
@@ -4601,7 +4619,7 @@ class Trainable:
         self.main_grad.zero_()
 
     def clear(self) -> None:
-        """Drops the gradient after an update. Subclasses may zero only the rows that update() has read."""
+        """Drops the gradient after an update. Unlike drop_grad(), it may leave rows alone that are 0."""
         self.drop_grad()
 
     def wait(self) -> None:
@@ -4637,6 +4655,7 @@ class ShardedParam(Trainable):
         self.comm = comm
         self.backend = backend or TORCH_BACKEND
         self.name = spec.name
+        self.rows_by = spec.rows_by
         self.update_order = spec.update_order
         self.block = comm.block(p.detach())  # a view of the part of p that this rank updates
         self.rule = UPDATE_RULES[spec.optimizer]
@@ -4650,7 +4669,7 @@ class ShardedParam(Trainable):
         self.main_grad = torch.zeros_like(p)
 
     def end_backward(self) -> None:
-        """Ends a micro-batch's backward. Tables get their gradients after this call."""
+        """Ends a micro-batch's backward: main_grad has its gradient."""
         tell_wrapper(self.p)
 
     def grad(self) -> Tensor:
@@ -4779,10 +4798,6 @@ class EmbeddingParam(ShardedParam):
 
     With exchange=sparse, ranks exchange only the gradients of touched rows.
     """
-
-    @property
-    def rows_by(self) -> str:
-        return self.spec.rows_by
 
     def take_row_grads(self) -> Tensor:
         """Returns a copy of the touched rows of main_grad, and zeroes them there."""
@@ -5215,7 +5230,7 @@ UPDATE_RULES = {
 
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
-    """Returns the Segments of int32 ids, (T,) or (K, T); in (K, T) each k has its own range of ids."""
+    """Returns the Segments of int32 ids, (T,) or (R, T); in (R, T) each r has its own range of ids."""
     by_id, perm = ids.flatten().sort(stable=True)
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
@@ -5234,7 +5249,8 @@ SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
 
 
 def ids_by_position(segments: Segments, shape: Sequence[int]) -> Tensor:
-    """Returns the list, int32, (T,) or (K, T), that these segments describe: the inverse of make_segments."""
+    """Returns the list, int32, (T,) or (R, T), that these segments describe: the inverse of make_segments."""
+    # In (R, T), the ids of r are below those of r + 1, so in the order of ids the list is R rows of T.
     counts = np.diff(segments.offsets.numpy())
     by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
     return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
@@ -5404,29 +5420,30 @@ assert CONTEXTS.keys() == set(typing.get_args(Context))
 def hash_ngrams(
     tokens: np.ndarray, ngrams: Ngrams, sign_rows: int, bos_id: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the row ids of the n-grams that end at each token, (K, T) int32 for T tokens.
+    """Returns the row ids of the n-grams that end at each token, (R, T) int32 for T tokens.
 
-    Also returns the ids of their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each
-    of the K orders and contexts has a range of rows_per_order rows. For an order n, the first n - 1 positions
+    Also returns the ids of their rows of signs, (R, T) int32, by a second hash, unless `sign_rows` is 0. Each
+    of the R orders and contexts has a range of rows_per_order rows. For an order n, the first n - 1 positions
     end no whole n-gram, so they share the range's last row. The hash is a polynomial of the tokens, followed
     by the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. N-grams cross document starts,
     because masking them was slower and no better.
     """
     T = len(tokens)
-    ids = tokens.astype(np.uint32)
-    polynomial = np.zeros(T, np.uint32)  # polynomial of the last n tokens
+    tokens = tokens.astype(np.uint32)
     hashes = np.empty((ngrams.rows_per_token, T), np.uint32)
+    # After pass n, polynomial[t] = M^n tokens[t] + ... + M tokens[t - n + 1], where M is HASH_MULTIPLIER.
+    polynomial = np.zeros(T, np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
-        polynomial[n - 1 :] += ids[: max(0, T - n + 1)]
+        polynomial[n - 1 :] += tokens[: max(0, T - n + 1)]
         polynomial *= HASH_MULTIPLIER
         if n in ngrams.orders:
             hashes[ngrams.orders.index(n)] = polynomial
     for i, context in enumerate(ngrams.contexts, len(ngrams.orders)):
-        hashes[i] = CONTEXTS[context](ids, bos_id)
+        hashes[i] = CONTEXTS[context](tokens, bos_id)
     sign_ids = None
     if sign_rows:
         sign_hash = (hashes * 0x27D4EB2F) >> 16  # another odd factor
-        sign_ids = int32((sign_hash * sign_rows) >> 16)
+        sign_ids = int32((sign_hash * sign_rows) >> 16)  # 16 bits, scaled to 0 .. sign_rows - 1
     hashes ^= hashes >> 16
     hashes *= 0x85EBCA6B
     hashes ^= hashes >> 13
@@ -5452,9 +5469,9 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
         for micro_batch in unrouted.micro_batches:
             distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
     merged = make_segments(torch.cat(distinct_rows))
-    routes, slots = route_ngrams(comm, merged.ids.numpy())
+    routes, slots_of_rows = route_ngrams(comm, merged.ids.numpy())
     # One slot for each entry of the concatenated distinct_rows.
-    slots = ids_by_position(merged._replace(ids=slots), (-1,))
+    slots = ids_by_position(merged._replace(ids=slots_of_rows), (-1,))
     remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
     routed = []
     for unrouted in batches:
@@ -5559,8 +5576,8 @@ class NgramTable(Trainable):
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, with their mean gradients (n, width)."""
-        row_ids = self.routes.segments.ids
-        row_adam(self.block, row_ids, grad, self.state, self.beta2_powers, self.spec, plan)
+        local_row_ids = self.routes.segments.ids
+        row_adam(self.block, local_row_ids, grad, self.state, self.beta2_powers, self.spec, plan)
 
     def clear(self) -> None:
         self.main_grad[: len(self.routes.row_ids)].zero_()
@@ -5612,14 +5629,14 @@ def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
 
 def row_adam(
     table: Tensor,
-    row_ids: Tensor,
+    local_row_ids: Tensor,
     grads: Tensor,
     state: dict,
     beta2_powers: Tensor,
     ngrams: Ngrams,
     plan: StepPlan,
 ) -> None:
-    """Updates rows of a table (N, w), given their distinct ids (n,) int32 and their gradients (n, w).
+    """Updates rows of a table (N, w), given their distinct local row ids (n,) int32 and gradients (n, w).
 
         moment = beta2^(now - last) moment + (1 - update_beta2) mean(grad^2),  last = now
         update = lr sqrt(1 - update_beta2^count) grad / (sqrt(moment) + eps)
@@ -5643,12 +5660,12 @@ def row_adam(
     update_beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
     # With one row, or none, the code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = row_adam_update if len(row_ids) > 1 else row_adam_update.__wrapped__  # type: ignore
+    update = row_adam_update if len(local_row_ids) > 1 else row_adam_update.__wrapped__  # type: ignore
     update(
         table,
         state["second_moment"],
         state["last_update"],
-        row_ids,
+        local_row_ids,
         grads,
         beta2_powers,
         now=host_scalar(now, torch.int32),
@@ -5663,7 +5680,7 @@ def row_adam_update(
     table: Tensor,
     second_moment: Tensor,
     last_update: Tensor,
-    row_ids: Tensor,
+    local_row_ids: Tensor,
     grads: Tensor,
     beta2_powers: Tensor,
     now: Tensor,
@@ -5675,11 +5692,11 @@ def row_adam_update(
 
     beta2_powers[k] is beta2^k.
     """
-    ids = row_ids.long()
+    ids = local_row_ids.long()
     decayed = beta2_powers[now - last_update[ids]] * second_moment[ids]
     moments = decayed + one_minus_update_beta2 * grads.square().mean(-1)
     second_moment.index_copy_(0, ids, moments)
-    last_update.index_copy_(0, ids, torch.zeros_like(row_ids) + now)
+    last_update.index_copy_(0, ids, torch.zeros_like(local_row_ids) + now)
     old = table[ids].to(grads.dtype)
     update = step_size * grads / (moments.sqrt() + ROW_EPS)[:, None]
     update += decay * old * (update * old > 0)
@@ -5928,7 +5945,7 @@ class TrainLoader:
         paths: list[Path],
         rank: int,
         world_size: int,
-        position: tuple[int, ...] = (0, 0),
+        position: Position = (0, 0),
     ):
         self.cfg = cfg
         self.paths = paths
@@ -5950,10 +5967,8 @@ class TrainLoader:
         self.shard = read_shard(self._path(self.shard_number), cfg, FIRST_READ)
         self.is_partial = True
 
-    def position(self) -> tuple[int, ...]:
-        """Returns where the next batch begins: the shard's number, counting on in later epochs; the document;
-        and the offsets of this rank's sampled columns.
-        """
+    def position(self) -> Position:
+        """Returns where the next batch begins."""
         return self.shard_number, self.document, *self.offsets
 
     def _path(self, i: int) -> Path:
@@ -5963,7 +5978,9 @@ class TrainLoader:
         return self.reader.submit(read_shard, self._path(i), self.cfg)
 
     def _open_shard(self) -> None:
-        """Opens the shard that is being read, and begins to read the next one."""
+        """Opens the shard that the thread has read, and lets it read the next one. While is_partial, it has
+        read the present one, now whole.
+        """
         self.shard = self.being_read.result()
         self.is_partial = False
         self.being_read = self._read(self.shard_number + 1)
@@ -5987,7 +6004,7 @@ class TrainLoader:
                 # One token more than the inputs: the target of the last input.
                 end = bounds[firsts[-1]] + batch_tokens // self.num_microbatches + 1
                 firsts.append(int(np.searchsorted(bounds, end)))
-            if firsts[-1] < len(bounds):
+            if firsts[-1] < len(bounds):  # else the shard ends within this batch
                 self.document = firsts[-1]
                 return firsts
             if not self.is_partial:
@@ -6021,6 +6038,42 @@ class TrainLoader:
                 micro_batch = micro_batch._replace(sampled_columns=chosen)
             micro_batches.append(micro_batch)
         return micro_batches
+
+
+# ---- Batches, built and packed ahead -----------------------------------------------------------------------
+
+
+def pack(nest):
+    """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
+
+    If the process uses a GPU, the buffer is page-locked. torch reuses such memory once no tensor holds it and
+    pending copies from it are finished.
+    """
+    sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+    parts = iter(buffer.split(sizes))  # in the order in which tree_leaves and map_tensors visit the tensors
+
+    def copied(t: Tensor) -> Tensor:
+        part = next(parts)[: t.nbytes]
+        return part.view(t.dtype).view(t.shape).copy_(t)
+
+    return map_tensors(copied, nest)
+
+
+def move(packed, device: torch.device, allocate: Callable = torch.empty):
+    """Returns a nest from pack() on `device`. One copy, asynchronous to a GPU, moves its buffer into one that
+    `allocate` returns. Each tensor then lies in the new buffer where it lay in the old one.
+    """
+    tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
+    if not tensors:
+        return packed
+    host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
+    buffer = allocate(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
+
+    def moved(t: Tensor) -> Tensor:
+        return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    return map_tensors(moved, packed)
 
 
 class Prefetcher:
@@ -6472,6 +6525,8 @@ def check_layers(cfg: Config) -> None:
         can_attend = layer.attention or not needs_attention
         require(can_attend, f"{name}: gate, value, narrow_qk and narrow_v need attention=plain or paired")
         require(layer.value or not layer.mudd, f"{name}: mudd needs value=true")
+        has_window = layer.window in vars(cfg.val_windows)
+        require(has_window, f"{name}.window: the class Windows has no field {layer.window}")
     require(sum(layer.mudd for layer in cfg.layers) <= 1, "layers.*.mudd: only one layer can have it")
     require(
         cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
@@ -6513,6 +6568,8 @@ def check_updates(cfg: Config) -> None:
     for spec in cfg.params:
         can_exchange = spec.exchange == "reduce_scatter" or spec.kind == "embedding"
         require(can_exchange, f"params.{spec.name}.exchange: only tables can be sparse")
+        is_looked_up = spec.rows_by or spec.kind != "embedding"
+        require(is_looked_up, f"params.{spec.name}.rows_by: say which ids look up rows of an embedding")
         rules = ", ".join(UPDATE_RULES)
         require(spec.optimizer in UPDATE_RULES, f"params.{spec.name}.optimizer: give one of {rules}")
         rule = UPDATE_RULES[spec.optimizer]

@@ -125,9 +125,12 @@ def test_a_switch_changes_nothing_but_rounding(cfg, interpreted, monkeypatch, na
             assert F.cosine_similarity(changes[name].flatten(), want.flatten(), dim=0) > 0.5, name
 
 
-def test_every_parameter_and_gate_trains(cfg):
-    """Checks that the script's layers leave none unused, and that no two factors are both 0 at first."""
-    cfg = replace(cfg, layers=tg.LAYERS, skip_from=3, skip_to=6, backout_from=7)
+@pytest.mark.parametrize("preset", tg.PRESETS)
+def test_every_parameter_and_gate_trains(cfg, preset):
+    """Checks that a preset's layers leave none unused, and that no two factors are both 0 at first."""
+    preset = tg.PRESETS[preset]
+    kept = {name: getattr(preset, name) for name in ("layers", "skip_from", "skip_to", "backout_from")}
+    cfg = replace(cfg, **kept)
     _, changes, _ = train_plain(cfg)
     for name, change in changes.items():
         assert change.any(), f"{name} does not change: use it, and do not multiply two zeros"
