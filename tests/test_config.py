@@ -190,6 +190,22 @@ def decay_and_count(average, steps):
     return math.prod(1 - rate for rate in rates if rate < 1), len(rates)
 
 
+*PARAMS, LAST_EMBEDDING = tg.PARAMS
+IN_CODE = {
+    "params.*.update_every": {"params": (*PARAMS, replace(LAST_EMBEDDING, update_every=(3, 3)))},
+    "params.*.rows_by": {"params": (*PARAMS, replace(LAST_EMBEDDING, rows_by=""))},
+    "layers.0.window": {"layers": (tg.Layer(window="longest"),)},
+    "val_slices": {"val_slices": 0},
+}
+
+
+@pytest.mark.parametrize("name", IN_CODE)
+def test_values_in_the_code_are_checked(name):
+    """Checks what --set would refuse, too."""
+    with pytest.raises(tg.UserError, match=name):
+        tg.check_config(replace(BASE, **IN_CODE[name]), 1)
+
+
 @pytest.mark.pinned("the schedule of a preset")
 @pytest.mark.parametrize("preset", tg.PRESETS)
 def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
