@@ -3433,7 +3433,8 @@ def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
 
     not_gate is 1 - gate, computed directly: the difference loses all digits when the gate is near 1.
     """
-    p_head = p_vocab * (not_gate + gate * p_sink)  # (1 - gate (1 - p_sink)) p_vocab
+    # (1 - gate (1 - p_sink)) p_vocab:
+    p_head = p_vocab * (not_gate + gate * p_sink)
     gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
     return p_head + gate * p_copy, p_head, gate_slope
 
@@ -6459,9 +6460,10 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 
 def check_values(cfg: Config) -> None:
-    """Checks values that are written into the code. --set accepts no others."""
+    """Checks settings with a fixed choice of values, because code may have others. --set accepts no others."""
     for name, (value, value_type) in flatten_settings(cfg).items():
-        require(value_type.allows(value), f"{name}: its annotation does not allow {value!r}")
+        is_allowed = not value_type.choices or value_type.allows(value)
+        require(is_allowed, f"{name}: its annotation does not allow {value!r}")
 
 
 def check_processes(cfg: Config, world_size: int) -> None:

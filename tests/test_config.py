@@ -195,7 +195,7 @@ IN_CODE = {
     "params.*.update_every": {"params": (*PARAMS, replace(LAST_EMBEDDING, update_every=(3, 3)))},
     "params.*.rows_by": {"params": (*PARAMS, replace(LAST_EMBEDDING, rows_by=""))},
     "layers.0.window": {"layers": (tg.Layer(window="longest"),)},
-    "val_slices": {"val_slices": 0},
+    "dtype": {"dtype": "float16"},
 }
 
 
