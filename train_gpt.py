@@ -172,15 +172,6 @@ Fraction = Annotated[float, 0, 1]
 # slow_rate) are Fractions and are not rescaled, nor are intervals (val_every, WeightAverage.every).
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 TickRate = Annotated[float, 0, 1, "rate"]
-# (early, late): numbers of steps from one update to the next, before Config.late_updates_from and from that
-# step on. Gradients are summed in between. The betas and decay of Adam and of the n-grams are stated for
-# the early interval; ANVIL's are not adapted to the interval.
-#
-# Updating Adam's parameters every second step halves the embeddings' traffic and hardly changes the loss
-# (PR 136). Later every fourth step is enough for value_embeds and the n-grams (PR 360). Gradients of
-# the run's last steps are lost if no update follows.
-UpdateIntervals = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
-UPDATE_PERIOD = 4  # every interval divides it, so no gradient awaits its update after a multiple of it
 
 
 @dataclass(frozen=True)
@@ -256,6 +247,9 @@ class Windows:
     long: Positive
 
 
+TokenWindows = dict[str, int]  # Windows in tokens, by name
+
+
 @dataclass(frozen=True)
 class Softcap:
     """Caps the logits x: they become scale * sigmoid((x + shift) / span).
@@ -272,6 +266,17 @@ class Softcap:
 
 
 SOFTCAP = Softcap()
+
+
+# How often a parameter is updated: (early, late) numbers of steps from one update to the next, before
+# Config.late_updates_from and from that step on. Gradients are summed in between. The betas and decay of Adam
+# and of the n-grams are stated for the early interval; ANVIL's are not adapted to the interval.
+#
+# Updating Adam's parameters every second step halves the embeddings' traffic and hardly changes the loss (PR
+# 136). Later every fourth step is enough for value_embeds and the n-grams (PR 360). Gradients of the run's
+# last steps are lost if no update follows.
+UpdateIntervals = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
+UPDATE_PERIOD = 4  # every interval divides it, so no gradient awaits its update after a multiple of it
 
 
 @dataclass(frozen=True)
@@ -619,7 +624,7 @@ class Config:
         return self.vocab_size
 
     @property
-    def hashed(self) -> Ngrams:
+    def hashed_table(self) -> Ngrams:
         """Returns the table to whose rows tokens are hashed: of n-grams or, without them, of bigrams."""
         return self.ngrams if self.ngrams.orders else Ngrams((2,), self.bigram_vocab_size, self.dim)
 
@@ -787,16 +792,18 @@ ALL_PRESETS = (RECORD, CPU, WORDS)
 # q, k and v are products with norm(x) or, after layer backout_from, with "normed backout". `out` and
 # post_attention act only as a product, but learn at different rates, as in the record (lr_mul of `scalars`
 # and of post_lambdas). A layer without attention, x0 and n-grams skips the first line. Each layer has all
-# scalars, even those of parts that it lacks. To add a scalar, add it here and pass w.scalars["my_scalar"] to
-# weighted_sum(), which returns the stream's dtype. Its shape is (1, 1), or (T, 1) in compiled code. A new
-# scalar changes the parameter's shape, so models that were saved before do not load. If the scalar has a
-# switch, make it an entry of PARAMS instead, with the shape (L if cfg.my_switch else 0,).
+# scalars, even those of parts that it lacks.
+#
+# To add a scalar, add it here and pass w.scalars["my_scalar"] to weighted_sum(), which returns the stream's
+# dtype. Its shape is (1, 1), or (T, 1) in compiled code. A new scalar changes the parameter's shape, so
+# models that were saved before do not load. If the scalar has a switch, make it an entry of PARAMS instead,
+# with the shape (L if cfg.my_switch else 0,).
 LAYER_SCALARS = {
     "scalars": {"qkv": 0.5, "out": 1.0},  # q and k are normed, so qkv acts only on v
     "resid_lambdas": {"resid_attention": 1.0488, "resid_mlp": 1.0488},  # sqrt(1.1), as the record rounds it
     "post_lambdas": {"post_attention": 1.0, "post_mlp": 1.0},
 }
-SCALAR_COLUMNS = list(chain.from_iterable(LAYER_SCALARS.values()))  # the scalars' names
+LAYER_SCALAR_NAMES = list(chain.from_iterable(LAYER_SCALARS.values()))  # the scalars' names
 # The numbers at the end of the parameter `scalars` and their initial values.
 MODEL_SCALARS = {"smear": 0.0, "skip": -1.5}  # skip: before its sigmoid
 
@@ -856,25 +863,25 @@ GATE_SCALE = 0.1  # initial factor of the outputs of the gates' MLPs
 # What the first of MUDD's MLPs outputs per token, with the initial values. The order is that of the MLP's
 # outputs: models that were saved in another order would be wrong. resid_* and post_* replace the layer's
 # LAYER_SCALARS. The others weigh streams; x is the layer's own, whose weight in the layer's input is
-# 1 + "x".
+# 1 + "x to input".
 MUDD_OUTPUTS = {
     "start to value": 0.0,
     "backout to value": 0.0,
     "x to value": 0.0,
-    "start": 0.0,
-    "backout": 0.0,
-    "x": 0.0,
+    "start to input": 0.0,
+    "backout to input": 0.0,
+    "x to input": 0.0,
     "left value": 2.0,  # the value embedding of the first half of the heads
     "right value": 2.0,
     "resid_attention": math.sqrt(1.1),  # not rounded, as the record's LAYER_SCALARS are
     "post_attention": 1.0,
-    "start with output": 0.0,  # this stream and the next are added where attention's output is added
-    "ngram with output": 0.05,
+    "start to output": 0.0,  # this stream and the next are added where attention's output is added
+    "ngram to output": 0.05,
     "resid_mlp": math.sqrt(1.1),
     "post_mlp": 1.0,
 }
 # The LAYER_SCALARS that MUDD overrides.
-MUDD_SCALARS = [name for name in MUDD_OUTPUTS if name in SCALAR_COLUMNS]
+MUDD_SCALAR_NAMES = [name for name in MUDD_OUTPUTS if name in LAYER_SCALAR_NAMES]
 
 
 def lm_head_stream_weights(cfg: Config) -> dict[str, float]:
@@ -904,9 +911,9 @@ def small_mlp_biases(cfg: Config) -> dict[str, list[list[float]]]:
         for gate in gates:
             biases += gate.columns * [gate.initial / GATE_SCALE]
         gate_biases.append(biases)
-    weights = MUDD_OUTPUTS, lm_head_stream_weights(cfg)
+    outputs = MUDD_OUTPUTS, lm_head_stream_weights(cfg)
     return {
-        "mudd": [[value / MUDD_SCALE for value in values.values()] for values in weights],
+        "mudd": [[value / MUDD_SCALE for value in initial.values()] for initial in outputs],
         "mudd_gate": gate_biases,
     }
 
@@ -1053,7 +1060,7 @@ class StepPlan(NamedTuple):
     fast_weight: float  # that average's weight in the momentum; the slow average has the rest
     # Attention windows in tokens, by name: those of Stage.windows. GPT.use_rotary() reads Stage.windows
     # itself, so a change made only here would not reach the rotary tables.
-    windows: dict[str, int]
+    windows: TokenWindows
     batch_tokens: int
     max_doc_len: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
@@ -1196,7 +1203,8 @@ def average_rates(cfg: Config, step: int) -> tuple[float, ...]:
     return tuple(tick_rates(average, cfg.steps).get(step, 0.0) for average in cfg.averages)
 
 
-def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
+def window_tokens(cfg: Config, windows: Windows) -> TokenWindows:
+    """Returns windows in tokens."""
     return {name: units * cfg.window_unit for name, units in vars(windows).items()}
 
 
@@ -1205,8 +1213,8 @@ def num_microbatches(cfg: Config, world_size: int) -> int:
 
 
 def loss_share(cfg: Config, world_size: int) -> float:
-    """Returns 1 / (micro-batches per rank). Loss weights are multiplied by it, and so gradients are, too;
-    gradients' FP8 scales get the same factor.
+    """Returns 1 / (micro-batches per rank), as nanoGPT's 1 / gradient_accumulation_steps. Loss weights are
+    multiplied by it, and so gradients are, too; gradients' FP8 scales get the same factor.
     """
     return world_size / num_microbatches(cfg, world_size)
 
@@ -1253,7 +1261,7 @@ def user_error_on(problem: str, fix: str, *errors: type[Exception]):
     try:
         yield
     except errors as e:
-        reason, *_ = f"{e}\n".splitlines()
+        reason, _, _ = str(e).partition("\n")
         raise UserError(f"{problem}: {reason}; {fix}") from None
 
 
@@ -1491,7 +1499,7 @@ def forward_backward(
     model: GPT,
     optimizer: Optimizer,
     micro_batch: MicroBatch,
-    windows: dict[str, int],
+    windows: TokenWindows,
     with_prefix: bool,
     fp8_operands: FP8Operands | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -1534,7 +1542,7 @@ def forward_backward(
 
 
 def validate(
-    model: GPT, loader: ValLoader, comm: Collectives, windows: dict[str, int], slices: int | None = None
+    model: GPT, loader: ValLoader, comm: Collectives, windows: TokenWindows, slices: int | None = None
 ) -> float:
     """Returns the mean of all slices' mean losses, the same however slices are spread over ranks.
 
@@ -1655,7 +1663,7 @@ def train(
 
 
 def log_validation(
-    training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
+    training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: TokenWindows
 ) -> tuple[float, float]:
     """Stops the clock, validates after `step` steps, and logs the loss. Returns the loss and the milliseconds
     of training so far.
@@ -1867,7 +1875,7 @@ class GPT(nn.Module):
         cfg, device = self.cfg, self.device
         # N-grams that share a row of the table multiply it by different random signs: each sees the others'
         # shares as noise of mean zero (record 83).
-        signs = torch.zeros(cfg.sign_rows, cfg.hashed.width, dtype=dtype_of(cfg.dtype), device=device)
+        signs = torch.zeros(cfg.sign_rows, cfg.hashed_table.width, dtype=dtype_of(cfg.dtype), device=device)
         self.register_buffer("signs", signs)
         # Each token's longest prefix. Until train() copies prefix_table() here, no token has one.
         self.longest_prefix = torch.full((cfg.padded_vocab,), -1, device=device)
@@ -1926,7 +1934,7 @@ class GPT(nn.Module):
         self,
         looked_up: dict[str, Tensor],
         micro_batch: MicroBatch,
-        windows: dict[str, int],
+        windows: TokenWindows,
         banks: dict[str, Bank] | None = None,
         fp8_operands: FP8Operands | None = None,
     ) -> Tensor:
@@ -1947,7 +1955,7 @@ class GPT(nn.Module):
         self,
         looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
-        windows: dict[str, int],
+        windows: TokenWindows,
         banks: dict[str, Bank],
         fp8_operands: FP8Operands | None,
     ) -> Tensor:
@@ -1971,10 +1979,10 @@ class GPT(nn.Module):
         x = x0
         if cfg.layers[0].ngram:
             x = weighted_sum([(None, x0), (gates["ngram", 0], ngram)])
-        # Streams that later layers and lm_head_input() read. If no layer saves a stream, it stays what enters
-        # layer 0.
-        streams = dict.fromkeys(("start", "skip", "backout", "normed backout", "mudd", "mudd mlp"), x)
-        streams["ngram"] = ngram
+        # Streams that later layers and lm_head_input() read.
+        streams = {"start": x, "ngram": ngram}
+        # Layers save these. One that no layer saves, such as "skip" without a layer skip_from, stays x.
+        streams |= dict.fromkeys(("skip", "backout", "normed backout", "mudd", "mudd mlp"), x)
         for i, value in enumerate(value_embeds):
             streams[f"value {i}"] = value
         weights = self.layer_weights(banks, value_embeds, fp8_operands, T)
@@ -2003,11 +2011,11 @@ class GPT(nn.Module):
                 x = weighted_sum([(w.scalars["resid_attention"], x), *added])
             # MLPs: the second line.
             mlp_outputs: list[Term] = []
-            if layer.mlps or layer.mudd:  # with MUDD the head reads "mudd mlp" even if there is no MLP
+            if layer.mlps or layer.mudd:
                 mlp_input = norm(x)
-                mlp_outputs = self.mlp_branch(mlp_input, w)
-            if layer.mudd:
-                streams["mudd mlp"] = mlp_input
+                mlp_outputs = self.mlp_branch(mlp_input, w)  # none without MLPs
+                if layer.mudd:
+                    streams["mudd mlp"] = mlp_input
             x = weighted_sum([(w.scalars["resid_mlp"], x), *mlp_outputs])
             if i == cfg.skip_from:
                 streams["skip"] = x
@@ -2029,34 +2037,35 @@ class GPT(nn.Module):
         first with wide heads, has matrices 0 .. 5 of qk_bank, and the first three are its queries'.
         """
         cfg = self.cfg
-        matrices = {}
+        remaining = {}
         for name, bank in banks.items():
             rows = bank.w.size(1)
             if name in ("qk_bank", "narrow_qk_bank"):
                 rows *= cfg.heads  # a layer's H matrices, as one
-            matrices[name] = bank.matrices(rows)
-        value_tables = iter(value_embeds)
-        ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
-        fp8_of_mlps = iter(fp8_operands.split() if fp8_operands else ())
+            remaining[name] = bank.matrices(rows)
+        remaining_value_embeds = iter(value_embeds)
+        remaining_ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
+        remaining_fp8_operands = iter(fp8_operands.split() if fp8_operands else ())
         layers = []
+        # Each next() takes what the layer has of a bank. A layer that lacks a part takes nothing.
         for layer, scalars in zip(cfg.layers, self.layer_scalars(T)):
             qk = v = out = value = ve_gate = None
             if layer.attention:
-                qk = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"])
-                v = next(matrices["vo_bank"])
-                out = next(matrices["vo_bank"])
+                qk = next(remaining["narrow_qk_bank" if layer.narrow_qk else "qk_bank"])
+                v = next(remaining["vo_bank"])
+                out = next(remaining["vo_bank"])
                 if layer.narrow_v:  # only half of both matrices is used
                     v = v._replace(w=v.w[: cfg.dim // 2])
                     out = out._replace(w=out.w[:, : cfg.dim // 2])
                 if layer.value:
-                    value = next(value_tables)
+                    value = next(remaining_value_embeds)
                     if not layer.mudd:
-                        ve_gate = next(ve_gates)
+                        ve_gate = next(remaining_ve_gates)
             mlps = []
             for _ in range(layer.mlps):
-                fc = next(matrices["mlp_bank"])
-                proj = next(matrices["mlp_bank"])
-                mlps.append(MLPWeights(fc, proj, next(fp8_of_mlps, None)))
+                fc = next(remaining["mlp_bank"])
+                proj = next(remaining["mlp_bank"])
+                mlps.append(MLPWeights(fc, proj, next(remaining_fp8_operands, None)))
             layers.append(LayerWeights(qk, v, out, value, ve_gate, mlps, scalars))
         return layers
 
@@ -2077,7 +2086,7 @@ class GPT(nn.Module):
         repeats = T if torch.compiler.is_compiling() else 1
         # One unbind for all, because compiled code would copy slices one by one.
         scalars = iter(table.view(-1, 1, 1).expand(-1, repeats, 1).unbind())
-        return [{name: next(scalars) for name in SCALAR_COLUMNS} for _ in range(L)]
+        return [{name: next(scalars) for name in LAYER_SCALAR_NAMES} for _ in range(L)]
 
     def mudd_connections(
         self, x: Tensor, w: LayerWeights, streams: dict[str, Tensor]
@@ -2099,12 +2108,18 @@ class GPT(nn.Module):
                 (weights["x to value"], x),
             ]
         )
-        x = weighted_sum([(1 + weights["x"], x), (weights["start"], start), (weights["backout"], backout)])
+        x = weighted_sum(
+            [
+                (1 + weights["x to input"], x),
+                (weights["start to input"], start),
+                (weights["backout to input"], backout),
+            ]
+        )
         added: list[Term] = [
-            (weights["start with output"], start),
-            (weights["ngram with output"], streams["ngram"]),
+            (weights["start to output"], start),
+            (weights["ngram to output"], streams["ngram"]),
         ]
-        by_token = {name: weights[name] for name in MUDD_SCALARS}
+        by_token = {name: weights[name] for name in MUDD_SCALAR_NAMES}
         return x, w._replace(value_embed=value, scalars=w.scalars | by_token), added
 
     def attention_branch(
@@ -2305,7 +2320,7 @@ class GPT(nn.Module):
         return PointerOutput(probs, self.copy_gate_column, dprobs=torch.empty_like(probs))
 
     @torch.no_grad()
-    def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
+    def token_losses(self, micro_batch: MicroBatch, windows: TokenWindows) -> Tensor:
         """Returns -log p (T,) of every next token, in at least fp32 from the logits on. With a pointer, p is
         the mixture's.
         """
@@ -2394,7 +2409,8 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
 
 
 def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], accumulate: Tensor) -> None:
-    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols), or adds it if `accumulate`.
+    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols), or adds it if `accumulate`,
+    a 0-d bool tensor on the CPU (see DenseParam).
 
     For y = x w^T: a = dy, b = x. For y = x w: a = x, b = dy. If a, b and main_grad have one dtype, the
     product is added inside the matmul and rounded once. If a and b are bf16 and main_grad is fp32, the
@@ -2412,10 +2428,11 @@ def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor]
             out.add_(a.T @ b)
         else:
             out.copy_(a.T @ b)
-    elif accumulate:  # FP8
-        out.add_(fp8_matmul(a.T, b, scales, torch.float32))
-    else:
-        fp8_matmul(a.T, b, scales, out.dtype, out=out)
+    else:  # FP8
+        if accumulate:
+            out.add_(fp8_matmul(a.T, b, scales, torch.float32))
+        else:
+            fp8_matmul(a.T, b, scales, out.dtype, out=out)
 
 
 # write_grad becomes an operation of torch's, so that a compiled backward can hold it. Its name contains the
@@ -2756,7 +2773,7 @@ def dense_attention(
 
 
 def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns the document of each of T positions, (T,) int64, as the index of its end in cu_seqlens."""
+    """Returns the document of each of T positions, (T,) int64, from 1: document i ends at cu_seqlens[i]."""
     pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, pos, right=True)
 
@@ -3067,7 +3084,7 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     else:
         # Not sqrt(): on CPUs with MKL it handles zeros one by one, which takes 15 times as long.
         root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
-    return (2 * dy @ proj.T).mul_(root)
+    return ((2 * dy) @ proj.T).mul_(root)
 
 
 # ---- The same in FP8 ---------------------------------------------------------------------------------------
@@ -3289,15 +3306,18 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        column_scales = scales if square is None else scales + SCALE_STEP  # of a, b and out
-        product *= tl.load(column_scales) * tl.load(column_scales + WEIGHT_ROW_AT * SCALE_STEP)
+        a_scale = scales if square is None else scales + SCALE_STEP
+        b_scale = a_scale + WEIGHT_ROW_AT * SCALE_STEP
+        out_scale = a_scale + RESULT_ROW_AT * SCALE_STEP
+        square_scale = scales + RESULT_ROW_AT * SCALE_STEP
+        product *= tl.load(a_scale) * tl.load(b_scale)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(scales + RESULT_ROW_AT * SCALE_STEP)  # the scale of the forward's out
+            squares *= tl.load(square_scale)
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -3305,7 +3325,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        codes = result * (1 / tl.load(column_scales + RESULT_ROW_AT * SCALE_STEP))
+        codes = result * (1 / tl.load(out_scale))
         store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
@@ -3431,7 +3451,8 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 def mix_with_pointer(p_vocab, gate, not_gate, p_copy, p_sink):
     """Returns the mixture p, the head's part of p, and dp/dz_gate. Also called by the kernel.
 
-    not_gate is 1 - gate, computed directly: the difference loses all digits when the gate is near 1.
+    not_gate is 1 - gate, computed directly: the difference loses all digits when the gate is near 1. The
+    arguments broadcast: one number per row or, for all tokens at once, p_vocab and p_copy (V,).
     """
     # (1 - gate (1 - p_sink)) p_vocab:
     p_head = p_vocab * (not_gate + gate * p_sink)
@@ -3443,16 +3464,16 @@ def mix_with_pointer_grad(weight_over_p, p_vocab, gate, p_head, gate_slope):
     """Returns gradients of the loss -weight log p, given weight / p. Also called by the kernel.
 
     dp_copy, dp_sink: with respect to p_copy and p_sink.
-    dz_gate_mixture: with respect to z in the gate's column.
-    dz_at_first, weight_without_gate: with respect to z in any other column. There it is weight_without_gate
+    dz_gate_mixture: with respect to z, the softcapped logit, in the gate's column.
+    dz_at_first, vocab_softmax_weight: with respect to z in any other column. There it is vocab_softmax_weight
     times the softmax without the gate's column, less dz_at_first if the column is the target's.
     """
     dp_copy = -weight_over_p * gate
     dp_sink = dp_copy * p_vocab
     dz_gate_mixture = -weight_over_p * gate_slope
     dz_at_first = weight_over_p * p_head
-    weight_without_gate = weight_over_p * (p_head + gate_slope)
-    return dp_copy, dp_sink, dz_gate_mixture, dz_at_first, weight_without_gate
+    vocab_softmax_weight = weight_over_p * (p_head + gate_slope)
+    return dp_copy, dp_sink, dz_gate_mixture, dz_at_first, vocab_softmax_weight
 
 
 def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
@@ -3564,11 +3585,11 @@ def mixture_losses(
     first_weight = target_weights[:, :1]
     other_weights = target_weights.sum(dim=-1, keepdim=True) - first_weight
     losses[:, :1] = -first_weight * p.log()
-    dp_copy, dp_sink, dz_gate_mixture, dz_at_first, weight_without_gate = mix_with_pointer_grad(
+    dp_copy, dp_sink, dz_gate_mixture, dz_at_first, vocab_softmax_weight = mix_with_pointer_grad(
         first_weight / p, p_vocab, gate, p_head, gate_slope
     )
     pointer_out.dprobs.copy_(torch.stack([dp_copy, dp_sink])[..., 0])
-    dz_per_exp_z = weight_without_gate / sum_vocab + other_weights / sum_exp
+    dz_per_exp_z = vocab_softmax_weight / sum_vocab + other_weights / sum_exp
     dz_at_targets = torch.cat([dz_at_first, target_weights[:, 1:]], 1)
     dz_gate = other_weights * gate + dz_gate_mixture
     return losses, dz_per_exp_z, dz_at_targets, dz_gate
@@ -3614,7 +3635,7 @@ def softcap_loss_kernel(
     """Computes the losses and the gradient of ROWS rows, with softcap_loss's names and shapes.
 
     grad_T (V, n) or None; pointer_probs and pointer_dprobs (2, n), rows pointer_stride apart, or None.
-    weight_with_gate is dz_per_exp_z times the sum of exp(z). dz_at_first is the first of dz_at_targets.
+    softmax_weight is dz_per_exp_z times the sum of exp(z). dz_at_first is the first of dz_at_targets.
     grad_mul times s (1 - s) is dz/dlogits, divided by fp8_scale if there is one.
     z lies in 0 .. SCALE, so exponentials need no maximum subtracted. Tile rows beyond the last row repeat it
     and write the same numbers.
@@ -3643,7 +3664,7 @@ def softcap_loss_kernel(
 
     loss = 0.0
     other_weights = 0.0  # sum of the weights of targets not mixed with the pointer
-    weight_with_gate = 0.0  # factor of the softmax among all columns, in every column but the gate's
+    softmax_weight = 0.0  # factor of the softmax among all columns, in every column but the gate's
     for k in tl.static_range(K):
         target = tl.load(targets + k)
         z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
@@ -3660,22 +3681,22 @@ def softcap_loss_kernel(
             p, p_head, gate_slope = mix_with_pointer_in_kernel(p_vocab, gate, not_gate, p_copy, p_sink)
             p += FLOOR
             loss -= weight * tl.log(p)
-            dp_copy, dp_sink, dz_gate_mixture, dz_at_first, weight_without_gate = (
+            dp_copy, dp_sink, dz_gate_mixture, dz_at_first, vocab_softmax_weight = (
                 mix_with_pointer_grad_in_kernel(weight / p, p_vocab, gate, p_head, gate_slope)
             )
             tl.store(pointer_dprobs + rows, dp_copy)
             tl.store(pointer_dprobs + pointer_stride + rows, dp_sink)
-            weight_with_gate = (
-                weight_without_gate / not_gate
+            softmax_weight = (
+                vocab_softmax_weight / not_gate
             )  # the softmax without the gate is softmax / not_gate
     tl.store(losses + rows, loss)
 
-    weight_with_gate += other_weights
+    softmax_weight += other_weights
     for start in range(0, V, BLOCK):
         cols = start + offs
         s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
         softmax = tl.exp2(s * (SCALE * LOG2_E) - lse * LOG2_E)
-        dz = weight_with_gate * softmax
+        dz = softmax_weight * softmax
         for k in tl.static_range(K):
             target_weight = tl.load(loss_weights + k) if k > 0 or pointer_probs is None else dz_at_first
             # A missing target, -1, is no column.
@@ -3957,9 +3978,9 @@ def pointer_grad_kernel(
 ):
     """Computes the gradient of a tile of a (T, DIM), given b (T, DIM).
 
-    a holds the queries and b the keys, a_ids the queries' targets and b_ids the keys' tokens, `bounds` the
-    queries' first sources. With KEYS, queries and keys change places, and `bounds` holds the ends of the
-    keys' queries.
+    Without KEYS, a has the queries and b the keys, a_ids the queries' targets and b_ids the keys' tokens:
+    query i sees the keys bounds[i] .. i - 1. With KEYS, a has the keys: key i is seen by the queries
+    i + 1 .. bounds[i] - 1. lse, mean and dp_copy are always the queries'.
     """
     offs, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
@@ -4249,8 +4270,8 @@ class CUDAGraphs:
 
 
 # ============================================================================================================
-# 15  Collectives. Those of tensors are asynchronous: each returns a Pending, whose wait() returns the result.
-#    barrier() and from_rank_0() block.
+# 15  Collectives. Operations on tensors are asynchronous: each returns a Pending, whose wait() returns the
+#    result. barrier() and from_rank_0() block.
 # ============================================================================================================
 
 
@@ -4287,7 +4308,7 @@ class Collectives:
     """Runs collectives of one process group; with one rank nothing is communicated.
 
     Every rank must make the same calls in the same order, from one thread. `name` and `label` say what a call
-    sends, so that tests and benchmarks can count it.
+    sends. They are not used here: tests and benchmarks count calls by them.
     """
 
     rank: int
@@ -4790,6 +4811,7 @@ class DenseParam(ShardedParam):
             tell_wrapper(self.p)
 
     def drop_grad(self) -> None:
+        """Drops the gradient, but leaves main_grad as it is: the next product overwrites it."""
         self.p.grad = None
         self.accumulate.fill_(False)
 
@@ -4823,8 +4845,13 @@ class EmbeddingParam(ShardedParam):
 
 
 class LMHead(DenseParam):
-    """Holds lm_head. Until the untie step embed is the transpose of lm_head: lm_head also gets embed's
-    gradient, and embed gets a copy of lm_head's values.
+    """Holds lm_head. Until the untie step embed is its transpose. In the steps until then:
+
+    scatter   add_grad_of() moves embed's gradient here; embed itself is not due
+    update    of lm_head alone
+    gather    copy_after_gather(): embed waits for the same gather, and then copies the transpose
+    at last   untie() copies the update rule's state, after all updates of the untie step. If the run ends
+              tied, Optimizer.apply_averages() copies the transpose again
     """
 
     def add_product(
@@ -4843,7 +4870,7 @@ class LMHead(DenseParam):
             product = self.main_grad.new_empty(a.size(1), b.size(1))
             write_grad(product, a, b, scales, torch.tensor(False))
             add_columns(self.main_grad, columns, product)
-        self.accumulate.fill_(True)
+        self.accumulate.fill_(True)  # now, because this backward has more chunks
 
     def add_grad_of(self, embed: EmbeddingParam) -> None:
         """Adds embed's gradient, which is 0 outside the touched rows."""
@@ -4900,7 +4927,7 @@ class UpdateRule(NamedTuple):
     block's shape, because untie() copies the state, transposed.
     """
 
-    init: Callable  # (block, its ParamSpec, dtype of moments, index of its first row) -> state
+    init: Callable  # (block, its ParamSpec, dtype of moments, index of its first row or matrix) -> state
     # (block, gradient, state, its ParamSpec, plan, cfg): updates block and state in place.
     update: Callable
     # ParamSpec -> factors of the step's size and of decay. For small parameters the factors are in
@@ -5184,9 +5211,9 @@ def apply_anvil(
 
     `mantissa` makes a bf16 p fp32. Decay acts only where long-run gradients also shrink p, or are 0.
     """
-    lr = lr * matrix_lr_mul
+    r = lr * matrix_lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
-    new = p32 - p32 * (slow_momentum * p32 >= 0) * decay * lr - x.to(p32.dtype) * lr
+    new = p32 - p32 * (slow_momentum * p32 >= 0) * decay * r - x.to(p32.dtype) * r
     if mantissa is None:
         p.copy_(new)
     else:
@@ -5250,8 +5277,10 @@ SEGMENT_MAKERS: dict[str, Callable[[MicroBatch], Segments]] = {
 
 
 def ids_by_position(segments: Segments, shape: Sequence[int]) -> Tensor:
-    """Returns the list, int32, (T,) or (R, T), that these segments describe: the inverse of make_segments."""
-    # In (R, T), the ids of r are below those of r + 1, so in the order of ids the list is R rows of T.
+    """Returns the int32 list, (T,) or (R, T), that has ids[i] at every position of ids[i]. For segments of
+    make_segments() this is the list that they were made of; with other ids in their place, it has those.
+    """
+    # make_segments() has sorted by row id, and each r has its own range of row ids, so entries come r by r.
     counts = np.diff(segments.offsets.numpy())
     by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
     return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
@@ -5306,7 +5335,7 @@ def reduce_row_grads(
 
     def mean(arrived: Tensor) -> Tensor:
         backend.segment_sum_rows(out, arrived, routes.segments)
-        return out.div_(comm.world_size)
+        return out.div_(comm.world_size)  # all other rows are 0
 
     arriving = comm.all_to_all("gradient rows", name, row_grads, routes.input_splits, routes.output_splits)
     return arriving._replace(finish=mean)
@@ -5471,7 +5500,7 @@ def route_interval(comm: Collectives, batches: list[Batch]) -> list[Batch]:
             distinct_rows.append(micro_batch.segments["hashed_rows"].ids)
     merged = make_segments(torch.cat(distinct_rows))
     routes, slots_of_rows = route_ngrams(comm, merged.ids.numpy())
-    # One slot for each entry of the concatenated distinct_rows.
+    # The rows' slots, repeated for each micro-batch that reads the row, in the order of distinct_rows.
     slots = ids_by_position(merged._replace(ids=slots_of_rows), (-1,))
     remaining = iter(slots.split([len(rows) for rows in distinct_rows]))
     routed = []
@@ -5619,7 +5648,8 @@ ROW_EPS = 1e-10
 
 def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
     """Returns the rows' second moments, the times of their last updates, and the table's clock: the number of
-    its updates, and the time of the last one. The unit of time is the first update interval.
+    its updates, and the time of the last one, which is there to look at. The unit of time is the first update
+    interval.
     """
     return {
         "second_moment": table.new_zeros(len(table), dtype=dtype),
@@ -5886,7 +5916,7 @@ def make_micro_batch(
         size = padded(len(starts) + 1, 128)
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
-    hashed = cfg.hashed
+    hashed = cfg.hashed_table
     hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows, cfg.bos_id)
     return MicroBatch(
         inputs=int32(tokens[:-1]),
@@ -6236,7 +6266,7 @@ def setting_type(hint) -> SettingType:
         return setting_type(args[0])._replace(size=0 if Ellipsis in args else len(args))
     if origin is Annotated:
         number, low, high, *rescaled = args
-        return SettingType(number, low, high, rescaled="".join(rescaled))
+        return SettingType(number, low, high, rescaled=rescaled[0] if rescaled else "")
     if origin is Literal:
         return SettingType(type(args[0]), choices=args)
     return SettingType(hint, choices=(True, False) if hint is bool else ())
@@ -6460,7 +6490,7 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 
 def check_values(cfg: Config) -> None:
-    """Checks settings with a fixed choice of values, because code may have others. --set accepts no others."""
+    """Checks settings that have a choice of values, because the code may give them other values."""
     for name, (value, value_type) in flatten_settings(cfg).items():
         is_allowed = not value_type.choices or value_type.allows(value)
         require(is_allowed, f"{name}: its annotation does not allow {value!r}")
@@ -7122,7 +7152,9 @@ def print_check(args: argparse.Namespace, cfg: Config, device: torch.device) -> 
 
 
 def run(args: argparse.Namespace) -> None:
-    """Does what the command line says."""
+    """Does what the command line says: reads settings, joins the processes, begins the log, builds, trains
+    and saves.
+    """
     cfg = read_settings(args)
     rank, world_size, device = init_process(cfg.device)
     check_config(cfg, args.check or world_size)
@@ -7132,6 +7164,8 @@ def run(args: argparse.Namespace) -> None:
     if args.check:
         print_check(args, cfg, device)
         return
+
+    # Processes and data.
     join_processes(world_size, device)
     backend = select_backend(cfg, device)
     resumed = read_checkpoint(args, rank)
@@ -7142,6 +7176,8 @@ def run(args: argparse.Namespace) -> None:
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     comm = Collectives(rank, world_size, device=device)
     loader_comm = Collectives(rank, world_size, group)  # for the thread that builds batches
+
+    # The log, if all ranks are alike.
     task = task_of(args, cfg, data, world_size, backend.mlp_dtype)
     require_same_task(args, task, comm, resumed)
     track = track_of(cfg, world_size, args)
@@ -7157,10 +7193,11 @@ def run(args: argparse.Namespace) -> None:
         log.print0("profiled: yes", console=False)
     log.print0("=" * 100, console=False)
     log.print0(f"log: {log.path}", file=False)
+
+    # Training.
     model, optimizer = build(cfg, backend, comm, args.seed)
     training = Training(data, model, optimizer, ValLoader(cfg, data.val), loader_comm)
     start = prepare(training, resumed, log)
-
     log_remarks(cfg, wanted_val_slices, backend, log)
     every = args.checkpoint_every or cfg.steps  # cfg.steps: the range below is empty
     checkpoint_steps = {padded(n, UPDATE_PERIOD) for n in range(every, cfg.steps, every)} - {cfg.steps}
@@ -7168,6 +7205,8 @@ def run(args: argparse.Namespace) -> None:
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
         result = train(training, log, start, checkpoints, profiler)
+
+    # Results.
     log_closing(result, cfg.steps, args.seed, data, log)
     if track != "other":  # the target is for the track's text and validation
         side = "below" if result.val_loss < cfg.target else "not below"
