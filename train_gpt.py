@@ -3084,7 +3084,7 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     else:
         # Not sqrt(): on CPUs with MKL it handles zeros one by one, which takes 15 times as long.
         root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
-    return ((2 * dy) @ proj.T).mul_(root)
+    return (2 * dy @ proj.T).mul_(root)
 
 
 # ---- The same in FP8 ---------------------------------------------------------------------------------------
@@ -3306,18 +3306,15 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        a_scale = scales if square is None else scales + SCALE_STEP
-        b_scale = a_scale + WEIGHT_ROW_AT * SCALE_STEP
-        out_scale = a_scale + RESULT_ROW_AT * SCALE_STEP
-        square_scale = scales + RESULT_ROW_AT * SCALE_STEP
-        product *= tl.load(a_scale) * tl.load(b_scale)
+        column_scales = scales if square is None else scales + SCALE_STEP
+        product *= tl.load(column_scales) * tl.load(column_scales + WEIGHT_ROW_AT * SCALE_STEP)  # of a and b
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(square_scale)
+            squares *= tl.load(scales + RESULT_ROW_AT * SCALE_STEP)  # the scale of the forward's out
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -3325,7 +3322,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        codes = result * (1 / tl.load(out_scale))
+        codes = result * (1 / tl.load(column_scales + RESULT_ROW_AT * SCALE_STEP))  # the scale of out
         store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
