@@ -3683,9 +3683,8 @@ def softcap_loss_kernel(
             )
             tl.store(pointer_dprobs + rows, dp_copy)
             tl.store(pointer_dprobs + pointer_stride + rows, dp_sink)
-            softmax_weight = (
-                vocab_softmax_weight / not_gate
-            )  # the softmax without the gate is softmax / not_gate
+            # The softmax without the gate's column is softmax / not_gate.
+            softmax_weight = vocab_softmax_weight / not_gate
     tl.store(losses + rows, loss)
 
     softmax_weight += other_weights
