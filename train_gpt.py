@@ -821,8 +821,7 @@ class GateSpec(NamedTuple):
 
     To add a gate, add a field to Layer (check_layers() may have to limit it) and a line to gate_table(). Then
     multiply by gates[use, i] where it acts: in GPT.attention_branch or in GPT.trunk, for example on what
-    mlp_branch returns. The smear, the value embeddings and the pointer have other kinds of
-    gates.
+    mlp_branch returns. The smear, the value embeddings and the pointer have other kinds of gates.
     """
 
     use: str  # where it acts; the skip gate is also multiplied by sigmoid(scalar skip)
@@ -3729,8 +3728,9 @@ def triton_softcap_loss(
     else:
         grad, grad_T = logits.new_empty(n, V), None
         tiles = LOSS_TILES["row"]
-    pointer_names = "pointer_probs", "pointer_dprobs", "copy_gate_column", "pointer_stride"
-    pointer_arguments: dict = dict.fromkeys(pointer_names)
+    pointer_arguments: dict = dict(
+        pointer_probs=None, pointer_dprobs=None, copy_gate_column=None, pointer_stride=None
+    )
     if pointer_out is not None:
         pointer_arguments = dict(
             pointer_probs=pointer_out.probs,
